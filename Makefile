@@ -1,0 +1,60 @@
+# Needs python3 (3.10 or newer) and make; everything else goes into environments beside this file.
+#
+#   make test    lint, types and all tests, with real DeepSpeed as the judge
+#   make demo    a new environment, a real checkpoint converted and verified
+#   make bench   the figures, side by side with `cp -r` and DeepSpeed's own converter
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Without it, `pip install torch` may bring gigabytes of CUDA libraries. The judge needs the CPU only.
+TORCH  := torch==2.13.0
+# Test processes: one for the DeepSpeed judge (which forks its own workers), one for the rest.
+JOBS   ?= 2
+PYTEST_ARGS ?=
+
+# Real checkpoints beyond those of tests/golden, when they are there.
+export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
+
+.PHONY: test lint types unit demo bench golden clean help
+
+test: lint types unit
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+unit: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+# torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) $(TORCH) -c constraints.txt
+	$(PIP) -c constraints.txt setuptools wheel hatchling editables ninja py-cpuinfo
+	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed transformers
+	$(PIP) -c constraints.txt --no-build-isolation --editable '.[test]'
+	touch $@
+
+demo:
+	@$(PYTHON) scripts/check_python.py
+	@sh scripts/demo.sh $(PYTHON)
+
+bench: $(VENV)/ready
+	$(BIN)/python -m scripts.bench
+
+# Trains the checkpoints of tests/golden and examples anew. They are in the repository: rarely needed.
+golden: $(VENV)/ready
+	$(BIN)/python -m scripts.make_golden
+
+clean:
+	rm -rf $(VENV) .demo .bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:
+	@sed -n 's/^#   //p' Makefile

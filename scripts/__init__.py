@@ -1,0 +1,1 @@
+"""Programs beside the package: golden data, bench, and the lab that runs real DeepSpeed."""

@@ -1,0 +1,49 @@
+"""What jobs answer: plain values, so that reading an answer imports no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+States: TypeAlias = dict[str, dict[str, torch.Tensor]]
+"""``states[parameter][state]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What all ranks of a run together hold."""
+
+    full: States
+    """Full logical tensors, without padding."""
+    frozen: dict[str, torch.Tensor]
+    frozen_by_tp: dict[int, dict[str, torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+    drift: list[str]
+    """Where ranks that should hold the same disagree; ``full`` then has the lowest rank's copy."""
+    steps: list[list[float]]
+    """For each rank, ``step`` of every flat partition that keeps one, in the optimizer's order."""
+    groups: list[dict[str, Any]]
+    """The optimizer's parameter groups without their parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that was saved after three steps and then went on for three more."""
+
+    held: Held
+    losses_before: list[float]
+    next_losses: list[float]
+    engine_optimizer: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run that loaded a checkpoint and went on for three steps."""
+
+    held: Held
+    losses: list[float]
+    global_steps: int
+    client_state: dict[str, Any]

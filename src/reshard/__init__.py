@@ -1,0 +1,96 @@
+"""reshard moves the state of a training run from the topology it was saved under to any other.
+
+Theory. A checkpoint is a set of logical tensors, each cut into pieces that lie in storage. A
+*piece* says where one strided block sits in the full tensor, where it sits in a holder's shard,
+who else holds it, and by which factor. Every format is read into pieces and written from pieces,
+so one operation, `M_t ∘ M_s⁻¹`, does everything: converting, resharding, comparing, extracting.
+
+The names below are the public API. They are looked up on first use, so that ``import reshard``
+costs next to nothing and ``reshard --help`` does not wait for NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from reshard.errors import (
+    ArchiveError,
+    CheckpointError,
+    CompositionError,
+    DocumentError,
+    HostileFileError,
+    InternalError,
+    InvalidMapError,
+    LayoutError,
+    MissingFileError,
+    OutputError,
+    ReplicaMismatchError,
+    ReshardError,
+    ScaledStateError,
+    TraceError,
+    UnsupportedError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from reshard.api import convert, open_checkpoint, verify
+    from reshard.geometry import AffinePiece, ParamAffineMap, TransferPlan, compose, trace_map
+    from reshard.layouts.builders import replicated_map
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AffinePiece": "reshard.geometry",
+    "ParamAffineMap": "reshard.geometry",
+    "TransferPlan": "reshard.geometry",
+    "compose": "reshard.geometry",
+    "replicated_map": "reshard.layouts.builders",
+    "trace_map": "reshard.geometry",
+    "open_checkpoint": "reshard.api",
+    "convert": "reshard.api",
+    "verify": "reshard.api",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = [
+    "AffinePiece",
+    "ArchiveError",
+    "CheckpointError",
+    "CompositionError",
+    "DocumentError",
+    "HostileFileError",
+    "InternalError",
+    "InvalidMapError",
+    "LayoutError",
+    "MissingFileError",
+    "OutputError",
+    "ParamAffineMap",
+    "ReplicaMismatchError",
+    "ReshardError",
+    "ScaledStateError",
+    "TraceError",
+    "TransferPlan",
+    "UnsupportedError",
+    "UsageError",
+    "__version__",
+    "compose",
+    "convert",
+    "open_checkpoint",
+    "replicated_map",
+    "trace_map",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

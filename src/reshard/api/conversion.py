@@ -1,0 +1,216 @@
+"""Converting a checkpoint: open, select, lay out, plan, execute, compare.
+
+Theory. A conversion is known in full before it begins. What the plan says is what the run does and
+what ``dry_run`` reports, so both give the same :class:`ConversionReport`; a dry run leaves out only
+what can be known afterwards. A report also tells what could not be carried and what was chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.selection import select
+from reshard.execution import (
+    Comparison,
+    ReplicaFinding,
+    TensorDifference,
+    compare,
+    disk_needed,
+    execute,
+    sizes_for,
+)
+from reshard.execution.destination import check_apart, check_free, check_names, resolved
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.registry import writer_for
+from reshard.planning import Estimate, Plan, estimate, plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What a conversion did, or with ``dry_run`` would do.
+
+    Parameters
+    ----------
+    source
+        The checkpoint that was read, narrowed to what was carried.
+    left_out
+        Number of tensor states that the selection left out.
+    format, destination
+        Format and folder of the output.
+    pointer
+        Path of the pointer file, None when the format has none.
+    cost
+        Bytes to read, compare and write, and number of files.
+    disk_bytes, disk_free_bytes
+        Disk that the output takes, and what is free there.
+    memory_bytes, workers
+        Buffers of all workers together, and how many there are.
+    dry_run
+        Whether nothing was written.
+    kept
+        Tensors that an interrupted run had finished already.
+    seconds
+        From the call to the published output, comparison not included.
+    notes
+        What the user should know: what could not be carried, and why.
+    replicas
+        The policy for copies that differ.
+    drift
+        Copies that differ and were let through.
+    comparison
+        What comparing the output with the source found, None when that was not asked for.
+    """
+
+    source: Checkpoint
+    left_out: int
+    format: str
+    destination: str
+    pointer: str | None
+    cost: Estimate
+    disk_bytes: int
+    disk_free_bytes: int
+    memory_bytes: int
+    workers: int
+    dry_run: bool
+    notes: tuple[str, ...] = ()
+    kept: int = 0
+    seconds: float = 0.0
+    replicas: str = "refuse"
+    drift: tuple[ReplicaFinding, ...] = ()
+    comparison: Comparison | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether comparing found nothing but what a policy for replicas brought about."""
+        found = self.comparison
+        if found is None or found.equal:
+            return True
+        return not found.values and all(map(self._is_explained, found.differences))
+
+    def _is_explained(self, difference: TensorDifference) -> bool:
+        drifted = {finding.key: finding.count for finding in self.drift}
+        allowed = drifted.get(difference.key, 0) if self.replicas == "mean" else 0
+        return difference.what == "values" and difference.count <= allowed
+
+
+def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the command
+    source: AnyPath,
+    destination: AnyPath,
+    *,
+    to: str = "universal",
+    workers: int | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    fsync: bool = True,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    states: Sequence[str] = (),
+    dry_run: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    verify: bool = False,
+    replicas: str = "refuse",
+    also: Sequence[AnyPath] = (),
+    layout: AnyPath | None = None,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint to another format, bit for bit.
+
+    Parameters
+    ----------
+    source, also, layout
+        As for :func:`~reshard.api.open_checkpoint`.
+    destination
+        The folder to write. It appears complete or not at all.
+    to
+        Format to write.
+    workers
+        Copies under way at a time; they change speed only. By default one a CPU.
+    max_memory
+        Hard cap on the buffers of all workers together, in bytes.
+    fsync
+        Whether the output is on the disk for good before it gets its name.
+    include, exclude, states
+        As for :func:`~reshard.api.select`.
+    dry_run
+        Report what would be done, and write nothing.
+    resume
+        Continue what an interrupted run of the same conversion left.
+    overwrite
+        Replace an existing output.
+    verify
+        Compare the output with the source afterwards.
+    replicas
+        What to do where ranks that should hold the same bytes differ: ``"refuse"``, ``"first"``
+        (take the lowest rank's) or ``"mean"``.
+    progress
+        Told ``(done, total, phase)`` about ten times a second, in bytes.
+
+    Raises
+    ------
+    ReshardError
+        The input is not whole and sound, or cannot be converted exactly, or the destination cannot
+        be written; nothing that looks like a result is left behind.
+    """
+    start = time.perf_counter()
+    final = resolved(destination)
+    whole = open_checkpoint(source, also=also, layout=layout)
+    chosen = select(whole, include=include, exclude=exclude, states=states)
+    job = plan(chosen, writer_for(to)(chosen, tag=final.name), replicas=replicas)
+    threads = workers if workers is not None else default_workers()
+    left_out = len(whole.tensors) - len(chosen.tensors)
+    report = _forecast(chosen, job, final, left_out, threads, max_memory)
+    if dry_run:
+        check_names(job)
+        check_apart(job, final)
+        check_free(final, overwrite=overwrite or resume)
+        return report
+    done = execute(
+        job,
+        final,
+        workers=threads,
+        max_memory=max_memory,
+        fsync=fsync,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    seconds = time.perf_counter() - start
+    report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
+    if not verify:
+        return report
+    written = open_checkpoint(final)
+    found = compare(chosen, written, workers=threads, max_memory=max_memory, progress=progress)
+    return replace(report, comparison=found)
+
+
+def _forecast(
+    chosen: Checkpoint, job: Plan, final: Path, left_out: int, workers: int, max_memory: int
+) -> ConversionReport:
+    sizes = sizes_for(max_memory, workers)
+    return ConversionReport(
+        source=chosen,
+        left_out=left_out,
+        format=job.format,
+        destination=str(final),
+        pointer=str(final.parent / job.pointer[0]) if job.pointer else None,
+        cost=estimate(job),
+        disk_bytes=disk_needed(job),
+        disk_free_bytes=_free_bytes(final),
+        memory_bytes=sizes.total,
+        workers=sizes.workers,
+        dry_run=True,
+        notes=job.notes,
+        replicas=job.replicas,
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    found = os.statvfs(existing)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,51 @@
+"""Proving that two checkpoints hold the same, of whatever formats and topologies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.execution import Comparison, compare
+
+
+def verify(
+    source: AnyPath,
+    destination: AnyPath,
+    *,
+    also: Sequence[AnyPath] = (),
+    layout: AnyPath | None = None,
+    workers: int | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two checkpoints bit for bit: every state of every tensor, every scalar and extra.
+
+    Parameters
+    ----------
+    source, destination
+        The two checkpoints; each as for :func:`~reshard.api.open_checkpoint`.
+    also, layout
+        For the source, as for :func:`~reshard.api.open_checkpoint`.
+    workers
+        Stretches compared at a time; by default one a CPU.
+    max_memory
+        Hard cap on the buffers of all workers, in bytes.
+    progress
+        Told ``(done_bytes, total_bytes, phase)`` about ten times a second.
+
+    Raises
+    ------
+    ReshardError
+        One of the two is not a whole and sound checkpoint. Differences are no error: they are in
+        the result, whose ``equal`` says whether there are any.
+    """
+    left = open_checkpoint(source, also=also, layout=layout)
+    right = open_checkpoint(destination)
+    return compare(
+        left,
+        right,
+        workers=workers if workers is not None else default_workers(),
+        max_memory=max_memory,
+        progress=progress,
+    )

@@ -1,0 +1,172 @@
+"""Which commands there are, and what their help says.
+
+Theory. This module and :mod:`~reshard.cli.options` are all that ``reshard --help`` needs, so they
+import nothing that reads, plans or draws; :mod:`reshard.cli.commands` is imported when a command
+runs. Help is drawn by rich on a terminal and is plain text elsewhere. A command returns its exit
+code.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from reshard import __version__
+from reshard.cli import failure, options
+from reshard.cli.screen import wants_rich
+
+app = typer.Typer(
+    name="reshard",
+    epilog="Exit codes: 0 done; 1 a comparison found differences; 2 bad usage or bad input.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if wants_rich(sys.stdout) else None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"reshard {__version__}")
+        raise typer.Exit(failure.DONE)
+
+
+@app.callback(invoke_without_command=True)
+def reshard(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Move the state of a training run from the topology it was saved under to any other."""
+    del version
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(short_help="Show what a checkpoint holds, and what is wrong with it.")
+def inspect(
+    ckpt: options.Ckpt,
+    *,
+    tensors: options.Tensors = None,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    json: options.Json = False,
+) -> int:
+    """Show what a checkpoint holds: files, topology, tensors, states, problems.
+
+    Reads headers and metadata, never tensor bytes.
+    """
+    from reshard.cli import commands
+
+    source = commands.Source(ckpt, tuple(also or ()), layout)
+    return commands.inspect(source, tensors=tensors, json=json)
+
+
+@app.command(name="map", short_help="Show where every element of a parameter lives.")
+def map_(
+    ckpt: options.Ckpt,
+    name: options.Name,
+    *,
+    state: options.State = None,
+    files: options.Files = False,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    json: options.Json = False,
+) -> int:
+    """Show where every element of one parameter lives."""
+    from reshard.cli import commands
+
+    source = commands.Source(ckpt, tuple(also or ()), layout)
+    return commands.map_(source, name, state=state, files=files, json=json)
+
+
+@app.command(short_help="Convert a checkpoint, bit for bit.")
+def convert(
+    ckpt: options.Ckpt,
+    out: options.Out,
+    *,
+    to: options.To = "universal",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    states: options.States = None,
+    replicas: options.ReplicaPolicy = options.Replicas.REFUSE,
+    dry_run: options.DryRun = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    verify: options.Verify = False,
+    no_fsync: options.NoFsync = False,
+    workers: options.Workers = None,
+    max_memory: options.MaxMemory = None,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Convert a checkpoint: every state of every parameter, bit for bit.
+
+    OUT appears under its name when it is complete, and not before.
+    """
+    from reshard.cli import commands
+
+    return commands.convert(
+        commands.Source(ckpt, tuple(also or ()), layout),
+        out,
+        commands.Conversion(
+            to=to,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            states=tuple(states or ()),
+            replicas=replicas.value,
+            dry_run=dry_run,
+            resume=resume,
+            overwrite=overwrite,
+            verify=verify,
+            fsync=not no_fsync,
+            workers=workers,
+            max_memory=max_memory,
+        ),
+        json=json,
+        quiet=quiet,
+    )
+
+
+@app.command(short_help="Prove that two checkpoints hold the same tensors.")
+def verify(
+    ckpt: options.Ckpt,
+    out: options.Other,
+    *,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Prove that two checkpoints hold the same tensors, for every state and scalar.
+
+    Formats and topologies may differ. When the tensors do, exit code 1 and the first differences.
+    """
+    from reshard.cli import commands
+
+    source = commands.Source(ckpt, tuple(also or ()), layout)
+    return commands.verify(source, out, json=json, quiet=quiet)
+
+
+@app.command(short_help="Add affine maps to a tensor-parallel checkpoint.")
+def annotate(
+    ckpt: options.Ckpt,
+    out: options.Out,
+    *,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    quiet: options.Quiet = False,
+) -> int:
+    """Write the same checkpoint with an affine_map for every tensor-parallel parameter."""
+    from reshard.cli import commands
+
+    source = commands.Source(ckpt, tuple(also or ()), layout)
+    return commands.annotate(source, out, quiet=quiet)

@@ -1,0 +1,159 @@
+"""What each command does: one verb of the API, then a report.
+
+Theory. A command opens nothing, plans nothing and compares nothing itself. It calls one verb,
+shows progress while that runs, renders what came back, as text or as JSON, and says by its exit
+code whether the answer was good. Errors are not handled here; they pass through to
+:mod:`reshard.cli.failure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from reshard import api
+from reshard.cli import documents, failure, outcomes
+from reshard.cli.blocks import Block
+from reshard.cli.progress import Report, meter
+from reshard.cli.render_convert import conversion_blocks
+from reshard.cli.render_inspect import file_table, inspection_blocks
+from reshard.cli.render_map import map_blocks
+from reshard.cli.render_verify import comparison_blocks
+from reshard.cli.screen import show
+from reshard.cli.units import parse_bytes
+from reshard.errors import ReshardError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint that a command was given: path, further folders, file of rules."""
+
+    path: str
+    also: tuple[str, ...] = ()
+    layout: str | None = None
+
+    def open(self) -> api.Checkpoint:
+        """Open it."""
+        return api.open_checkpoint(self.path, also=self.also, layout=self.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """The options of ``reshard convert``, as given; ``max_memory`` still as text."""
+
+    to: str
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    states: tuple[str, ...]
+    replicas: str
+    dry_run: bool
+    resume: bool
+    overwrite: bool
+    verify: bool
+    fsync: bool
+    workers: int | None
+    max_memory: str | None
+
+
+def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
+    """Run ``reshard inspect``."""
+    try:
+        inspection = api.inspect(
+            source.path, tensors=tensors, also=source.also, layout=source.layout
+        )
+    except ReshardError as error:
+        if not json and not isinstance(error, UsageError):
+            _show_files(source)
+        raise
+    if json:
+        documents.write(documents.inspection_document(inspection), sys.stdout)
+    else:
+        _show(inspection_blocks(inspection))
+    return failure.DONE
+
+
+def map_(source: Source, name: str, *, state: str | None, files: bool, json: bool) -> int:
+    """Run ``reshard map``."""
+    checkpoint = source.open()
+    tensor = api.find_tensor(checkpoint, name, state)
+    ranges = api.piece_ranges(tensor) if files else None
+    if json:
+        documents.write(documents.map_document(tensor, ranges), sys.stdout)
+    else:
+        _show(map_blocks(checkpoint, tensor, ranges))
+    return failure.DONE
+
+
+def convert(source: Source, out: str, options: Conversion, *, json: bool, quiet: bool) -> int:
+    """Run ``reshard convert``."""
+    try:
+        with meter(quiet=quiet) as progress:
+            report = _converted(source, out, options, progress)
+    except KeyboardInterrupt:
+        raise failure.Interrupted("the same command with --resume goes on from here") from None
+    if json:
+        documents.write(outcomes.conversion_document(report), sys.stdout)
+    else:
+        _show(conversion_blocks(report))
+    return failure.DONE if report.sound else failure.DIFFERENT
+
+
+def _converted(
+    source: Source, out: str, options: Conversion, progress: Report | None
+) -> api.ConversionReport:
+    cap = options.max_memory
+    return api.convert(
+        source.path,
+        out,
+        to=options.to,
+        workers=options.workers,
+        max_memory=api.DEFAULT_MAX_MEMORY_BYTES if cap is None else parse_bytes(cap),
+        fsync=options.fsync,
+        include=options.include,
+        exclude=options.exclude,
+        states=_listed(options.states),
+        dry_run=options.dry_run,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        verify=options.verify,
+        replicas=options.replicas,
+        also=source.also,
+        layout=source.layout,
+        progress=progress,
+    )
+
+
+def verify(source: Source, out: str, *, json: bool, quiet: bool) -> int:
+    """Run ``reshard verify``."""
+    with meter(quiet=quiet) as progress:
+        found = api.verify(
+            source.path, out, also=source.also, layout=source.layout, progress=progress
+        )
+    if json:
+        documents.write(outcomes.comparison_document(found, source.path, out), sys.stdout)
+    else:
+        _show(comparison_blocks(found, source.path, out))
+    return failure.DONE if found.equal else failure.DIFFERENT
+
+
+def annotate(source: Source, out: str, *, quiet: bool) -> int:
+    """Run ``reshard annotate``."""
+    del quiet  # nothing to show progress of yet
+    api.annotate(source.path, out, also=source.also, layout=source.layout)
+    return failure.DONE
+
+
+def _listed(states: Iterable[str]) -> tuple[str, ...]:
+    return tuple(state.strip() for listed in states for state in listed.split(","))
+
+
+def _show_files(source: Source) -> None:
+    """Show which files there are, for the error that follows says what is wrong with them."""
+    with contextlib.suppress(ReshardError, OSError):
+        _show([file_table(api.files_of(source.path, also=source.also))])
+
+
+def _show(blocks: Iterable[Block]) -> None:
+    show(blocks, sys.stdout)

@@ -1,0 +1,67 @@
+"""The entry point: run one command, return its exit code, whatever happens.
+
+Theory. Typer parses; everything it may raise ends here as well as everything a command may raise,
+so no path leads to a traceback. Typer's own error types are named through its public
+``BadParameter``, because releases differ in where the rest of the family lives.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from reshard.cli import failure
+from reshard.cli.app import app
+
+_USAGE_ERROR: type[BaseException] = typer.BadParameter.__bases__[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``reshard`` with these arguments (the process's own by default) and return its exit code.
+
+    Examples
+    --------
+    >>> main(["--version"])
+    reshard ...
+    0
+    """
+    _prepare_streams()
+    try:
+        code = app(args=arguments, prog_name="reshard", standalone_mode=False)
+        sys.stdout.flush()
+    except _USAGE_ERROR as error:
+        return _refuse_usage(error)
+    except SystemExit:  # typer's way to say that whoever read our output has gone
+        return failure.BROKEN_PIPE
+    except typer.Abort:
+        return failure.refuse(KeyboardInterrupt())
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last line of defence
+        return failure.refuse(error)
+    if code == failure.INTERRUPTED:  # as typer, from 0.16 on, tells an interrupt
+        return failure.refuse(KeyboardInterrupt())
+    return code if isinstance(code, int) else failure.DONE
+
+
+def _refuse_usage(error: BaseException) -> int:
+    message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "reshard"
+    said = message.replace("Value error, ", "").replace("argument(s)", "argument").rstrip(".?")
+    failure.say_error(f"{said[:1].lower()}{said[1:]}; next: {command} --help")
+    return failure.REFUSED
+
+
+def _prepare_streams() -> None:
+    # A stream may be closed from the start; and a name may hold characters that the encoding of
+    # the terminal lacks, and must still be told.
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

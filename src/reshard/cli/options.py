@@ -1,0 +1,197 @@
+"""The arguments and options of the commands, each told once.
+
+Theory. A type alias is the whole of an option: its Python type, its name, its help, and the panel
+of the help it stands in. Commands that share an option share the alias, so the same word means
+the same thing everywhere. Defaults that are budgets are not repeated here: the API owns them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+_SOURCE = "Source"
+_WHAT = "What to carry"
+_SAFETY = "Safety"
+_BUDGETS = "Budgets"
+_OUTPUT = "Output"
+
+
+class Replicas(str, Enum):
+    """What to do where ranks that should hold the same bytes differ."""
+
+    REFUSE = "refuse"
+    FIRST = "first"
+    MEAN = "mean"
+
+
+Ckpt = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="The folder that holds 'latest', a tag folder, or a file inside one.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT", help="The folder to write. It must not exist yet.", show_default=False
+    ),
+]
+Other = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="The checkpoint to compare CKPT with, of any format.",
+        show_default=False,
+    ),
+]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name of a parameter.", show_default=False)
+]
+
+Also = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--also",
+        metavar="DIR",
+        help="Another folder that holds ranks of CKPT, as node-local saves leave them. Repeatable.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="FILE",
+        help="Rules that say how parameters are cut, for a checkpoint that does not say it itself.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+
+Tensors = Annotated[
+    str | None,
+    typer.Option(
+        "--tensors",
+        metavar="GLOB",
+        help="List every state of the parameters whose names match.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+State = Annotated[
+    str | None,
+    typer.Option(
+        "--state",
+        metavar="STATE",
+        help="Which state: fp32, exp_avg, ... By default the first one.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Files = Annotated[
+    bool,
+    typer.Option("--files", help="Go down to byte ranges of files.", rich_help_panel=_OUTPUT),
+]
+
+To = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", help="The format to write.", rich_help_panel=_WHAT)
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="GLOB",
+        help="Carry only the parameters whose names match. Repeatable.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude",
+        metavar="GLOB",
+        help="Leave out the parameters whose names match. Repeatable.",
+        rich_help_panel=_WHAT,
+    ),
+]
+States = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--states",
+        metavar="STATE,...",
+        help="Carry only these states (fp32: the weights alone). Repeatable.",
+        rich_help_panel=_WHAT,
+    ),
+]
+
+ReplicaPolicy = Annotated[
+    Replicas,
+    typer.Option(
+        "--replicas",
+        help="Where ranks that should hold the same bytes differ: refuse, take the first rank's, "
+        "or take the mean. What differed is reported.",
+        rich_help_panel=_SAFETY,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Say what would be read, written and needed, and write nothing.",
+        rich_help_panel=_SAFETY,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Finish a conversion that was stopped.", rich_help_panel=_SAFETY),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace OUT if it exists.", rich_help_panel=_SAFETY),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Read OUT again afterwards and compare all of it with CKPT.",
+        rich_help_panel=_SAFETY,
+    ),
+]
+NoFsync = Annotated[
+    bool,
+    typer.Option(
+        "--no-fsync",
+        help="Do not wait until the disk has it all: faster, and lost if the machine dies now.",
+        rich_help_panel=_SAFETY,
+    ),
+]
+
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        metavar="N",
+        help="Copies under way at a time. It changes speed only. By default one a CPU.",
+        rich_help_panel=_BUDGETS,
+    ),
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory",
+        metavar="SIZE",
+        help="Hard cap on the buffers of all workers together, like 512MB or 2GiB.",
+        rich_help_panel=_BUDGETS,
+    ),
+]
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document, for machines.", rich_help_panel=_OUTPUT),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_OUTPUT)
+]

@@ -1,0 +1,96 @@
+"""The report of ``reshard convert``: what was done, or with ``--dry-run`` what would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.api import ConversionReport
+from reshard.cli.blocks import Block, Tone, fields, lines, table
+from reshard.cli.render_inspect import tensor_table
+from reshard.cli.render_verify import difference_blocks, format_largest
+from reshard.cli.units import counted, format_bytes, format_count, format_rate, format_seconds
+
+
+def conversion_blocks(report: ConversionReport) -> Iterator[Block]:
+    """Give the blocks of a report, in reading order."""
+    if report.dry_run:
+        yield tensor_table(report.source.tensors.values())
+        yield fields("dry run: nothing was written", _forecast(report))
+    else:
+        yield fields("converted", _summary(report))
+    yield _drift(report)
+    yield lines("notes", report.notes, Tone.NOTICE)
+    yield lines("problems of the input", report.source.problems, Tone.NOTICE)
+    if report.comparison is not None:
+        yield from difference_blocks(report.comparison)
+        yield _verdict(report)
+
+
+def _verdict(report: ConversionReport) -> Block:
+    if not report.sound:
+        said = f"NOT EQUAL: the output differs from its source: {report.destination}"
+        return lines("", (said,), Tone.BAD)
+    aside = ", but for the copies that differ" if report.drift else ""
+    said = f"verified: the output holds what its source holds, bit for bit{aside}"
+    return lines("", (said,), Tone.GOOD)
+
+
+def _from_and_to(report: ConversionReport) -> Iterator[tuple[str, object]]:
+    source = report.source
+    yield "from", f"{source.path} ({source.format}, {source.topology})"
+    yield "to", f"{report.destination} ({report.format})"
+    yield "pointer", report.pointer
+    yield "tensors", _tensors(report)
+
+
+def _tensors(report: ConversionReport) -> str:
+    states = dict.fromkeys(state for _, state in report.source.tensors)
+    said = (
+        f"{format_count(len(report.source.tensors))} "
+        f"({counted(len(report.source.names), 'name')}; {', '.join(states)})"
+    )
+    return f"{said}, {format_count(report.left_out)} left out" if report.left_out else said
+
+
+def _summary(report: ConversionReport) -> Iterator[tuple[str, object]]:
+    yield from _from_and_to(report)
+    if report.kept:
+        yield "resumed", f"{counted(report.kept, 'tensor')} were finished already"
+    cost = report.cost
+    yield "read", format_bytes(cost.read_nbytes)
+    yield "written", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"
+    rate = format_rate(cost.write_nbytes, report.seconds)
+    yield "time", f"{format_seconds(report.seconds)} ({rate})"
+
+
+def _forecast(report: ConversionReport) -> Iterator[tuple[str, object]]:
+    yield from _from_and_to(report)
+    cost = report.cost
+    compared = f", {format_bytes(cost.compared_nbytes)} of it to compare copies"
+    yield "would read", format_bytes(cost.read_nbytes) + (compared if cost.compared_nbytes else "")
+    yield "would write", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"
+    free = format_bytes(report.disk_free_bytes)
+    short = " - NOT ENOUGH" if report.disk_bytes > report.disk_free_bytes else ""
+    yield "disk", f"{format_bytes(report.disk_bytes)} of {free} free{short}"
+    workers = counted(report.workers, "worker")
+    yield "memory", f"{format_bytes(report.memory_bytes)} of buffers for {workers}"
+    yield "geometries", format_count(cost.routes)
+    yield "strided", f"{format_bytes(cost.strided_nbytes)} go through strided copies"
+    yield "replicas", report.replicas
+
+
+def _drift(report: ConversionReport) -> Block:
+    return table(
+        f"copies that differ (--replicas {report.replicas})",
+        "name state >elements >first >largest files",
+        (
+            (
+                *finding.key,
+                format_count(finding.count),
+                finding.first,
+                format_largest(finding.largest),
+                ", ".join(finding.files),
+            )
+            for finding in report.drift
+        ),
+    )

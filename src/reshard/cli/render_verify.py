@@ -1,0 +1,117 @@
+"""The report of ``reshard verify``, and the part that ``reshard convert --verify`` shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from reshard.api import Comparison, TensorDifference
+from reshard.cli.blocks import Block, Tone, lines, table
+from reshard.cli.units import counted, format_bytes, format_count, format_shape
+
+SHOWN_DIFFERENCES = 20
+_SIDES = {"left": "CKPT", "right": "OUT"}
+_ONE_SIDED = {f"only in {side}": f"only in {name}" for side, name in _SIDES.items()}
+
+
+def comparison_blocks(found: Comparison, left: str, right: str) -> Iterator[Block]:
+    """Give the blocks of a comparison; `left` and `right` are the paths of the two checkpoints."""
+    yield from difference_blocks(found)
+    yield _replicas(found)
+    yield _verdict(found, left, right)
+
+
+def difference_blocks(found: Comparison) -> Iterator[Block]:
+    """Give the totals by state, and the first differences."""
+    yield _states(found)
+    yield _differences(found)
+    yield table(
+        "other values that differ",
+        "what CKPT OUT",
+        ((value.what, value.left, value.right) for value in found.values[:SHOWN_DIFFERENCES]),
+    )
+
+
+def format_largest(value: float) -> str:
+    """Return the largest difference, a dash where none can be computed.
+
+    Examples
+    --------
+    >>> format_largest(0.25), format_largest(float("nan"))
+    ('0.25', '-')
+    """
+    return "-" if math.isnan(value) else f"{value:.6g}"
+
+
+def _states(found: Comparison) -> Block:
+    missing: dict[str, int] = {}
+    unlike: dict[str, int] = {}
+    for difference in found.differences:
+        if difference.what in _ONE_SIDED:
+            missing[difference.key[1]] = missing.get(difference.key[1], 0) + 1
+        elif difference.what != "values":
+            unlike[difference.key[1]] = unlike.get(difference.key[1], 0) + 1
+    totals = {total.state: total for total in found.states}
+    rows = []
+    for state in dict.fromkeys((*totals, *unlike, *missing)):
+        total = totals.get(state)
+        compared, differing = (total.tensors, total.differing) if total else (0, 0)
+        differing += unlike.get(state, 0)
+        compared += unlike.get(state, 0)
+        rows.append((state, compared, compared - differing, differing, missing.get(state, 0)))
+    return table("states", "state >compared >equal >different >missing", rows)
+
+
+def _differences(found: Comparison) -> Block:
+    count = len(found.differences)
+    shown = found.differences[:SHOWN_DIFFERENCES]
+    return table(
+        f"first {len(shown)} of {count} differences" if count > len(shown) else "differences",
+        "name state what >elements first CKPT OUT >largest",
+        map(_difference_row, shown),
+    )
+
+
+def _difference_row(difference: TensorDifference) -> tuple[str, ...]:
+    what = _ONE_SIDED.get(difference.what, difference.what)
+    if difference.what != "values":
+        return (*difference.key, what, "", "", difference.left, difference.right, "")
+    return (
+        *difference.key,
+        what,
+        f"{format_count(difference.count)} of {format_count(difference.numel)}",
+        format_shape(difference.index),
+        difference.left,
+        difference.right,
+        format_largest(difference.largest),
+    )
+
+
+def _replicas(found: Comparison) -> Block:
+    return table(
+        "copies inside one side that differ from each other",
+        "side name state >elements >first >largest files",
+        (
+            (
+                _SIDES.get(side, side),
+                *finding.key,
+                format_count(finding.count),
+                finding.first,
+                format_largest(finding.largest),
+                ", ".join(finding.files),
+            )
+            for side, finding in found.replicas[:SHOWN_DIFFERENCES]
+        ),
+    )
+
+
+def _verdict(found: Comparison, left: str, right: str) -> Block:
+    compared = (
+        f"{counted(found.tensors, 'tensor')} ({format_bytes(found.nbytes)}), "
+        f"{counted(found.scalars, 'scalar')}, {counted(found.extras, 'other value')}"
+    )
+    if found.equal:
+        return lines("", (f"equal: {left} and {right}: {compared}",), Tone.GOOD)
+    wrong = len(found.differences) + len(found.values) + len(found.replicas)
+    said = f"different: {left} and {right}: {counted(wrong, 'difference')} in {compared}"
+    return lines("", (said,), Tone.BAD)

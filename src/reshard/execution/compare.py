@@ -1,0 +1,406 @@
+"""Comparing two checkpoints, whatever their formats and topologies, in bounded memory.
+
+Theory. Two checkpoints are equal when they hold the same logical tensors. So each side gets
+identity plans (the target is the row-major logical tensor), both are gathered block by block, and
+blocks are compared as integers; only where bits differ are values looked at. Nothing is written, no
+full tensor is made, every state of every tensor and every scalar is looked at, and replicas inside
+each side are compared on the way. Extras (counters, schedulers, parameter groups) are compared by
+value where both sides have the key.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.execution.buffers import Workspace, workspaces
+from reshard.execution.crew import Crew, Progress
+from reshard.execution.digests import LEAF_NBYTES
+from reshard.execution.gather import Gatherer
+from reshard.execution.replicas import (
+    FIRST,
+    Filler,
+    ReplicaFinding,
+    ReplicaLedger,
+    RouteIndexes,
+    larger,
+    raw_bits,
+    same_bits,
+)
+from reshard.execution.sources import SourceFiles
+from reshard.formats.torch_archive import same_value, short_repr
+from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_map
+
+if TYPE_CHECKING:
+    from reshard.execution.buffers import Bytes
+    from reshard.formats.checkpoint import Checkpoint, StoredTensor, TensorKey
+
+SIDES = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor state that the two checkpoints do not share.
+
+    Parameters
+    ----------
+    key
+        `(name, state)`.
+    what
+        ``"only in left"``, ``"only in right"``, ``"shape"``, ``"dtype"`` or ``"values"``.
+    left, right
+        The two shapes, dtypes, or values at the first difference, as text.
+    count, numel
+        Elements that differ, and elements in all.
+    index
+        Where the first difference is, as an index of the logical tensor.
+    largest
+        The largest difference in value; NaN when none can be computed.
+    """
+
+    key: TensorKey
+    what: str
+    left: str = ""
+    right: str = ""
+    count: int = 0
+    numel: int = 0
+    index: tuple[int, ...] = ()
+    largest: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A scalar or an extra that differs: which, and both values as text."""
+
+    what: str
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateTotal:
+    """One state over all tensors that both sides have.
+
+    Parameters
+    ----------
+    state
+        Name of the state.
+    tensors, differing
+        Tensors compared, and how many of them differ.
+    count
+        Elements that differ.
+    largest
+        The largest difference in value; NaN when there is none.
+    """
+
+    state: str
+    tensors: int
+    differing: int
+    count: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What comparing two checkpoints found.
+
+    Parameters
+    ----------
+    tensors
+        Tensor states that both sides have and whose values were compared.
+    nbytes
+        Bytes of them on one side.
+    scalars, extras
+        Scalar states and extras that both sides have.
+    states
+        Totals by state.
+    differences
+        Tensors that differ, by name and state.
+    values
+        Scalars and extras that differ.
+    replicas
+        ``"left"`` or ``"right"`` and copies inside that side that differ from each other.
+    """
+
+    tensors: int
+    nbytes: int
+    scalars: int
+    extras: int
+    states: tuple[StateTotal, ...]
+    differences: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    replicas: tuple[tuple[str, ReplicaFinding], ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs; replicas that differ among themselves count."""
+        return not (self.differences or self.values or self.replicas)
+
+
+def compare(
+    left: Checkpoint,
+    right: Checkpoint,
+    *,
+    workers: int,
+    max_memory: int,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two checkpoints, bit for bit.
+
+    Parameters
+    ----------
+    left, right
+        The checkpoints, of any formats and topologies.
+    workers
+        Threads.
+    max_memory
+        Hard cap over all buffers of all workers, in bytes.
+    progress
+        Told how far it is.
+
+    Returns
+    -------
+    Comparison
+        Empty of differences when both hold the same.
+
+    Raises
+    ------
+    CheckpointError
+        A file is gone, cannot be read, changed, or does not hold all elements.
+    """
+    keys = [key for key in left.tensors if key in right.tensors]
+    unlike = list(_unlike(left, right))
+    odd = {difference.key for difference in unlike}
+    shared = [key for key in keys if key not in odd]
+    crew = Crew(workspaces(max_memory, workers), progress)
+    pair = _Pair(left, right, shared)
+    with pair.sides[0].files, pair.sides[1].files:
+        pair.run(crew)
+    return Comparison(
+        tensors=len(shared),
+        nbytes=sum(left.tensors[key].nbytes for key in shared),
+        scalars=len(left.scalars.keys() & right.scalars.keys()),
+        extras=len(left.extras.keys() & right.extras.keys()),
+        states=tuple(pair.totals()),
+        differences=tuple(sorted((*unlike, *pair.differences()), key=lambda found: found.key)),
+        values=tuple(_values(left, right)),
+        replicas=tuple(
+            (name, finding)
+            for name, side in zip(SIDES, pair.sides, strict=True)
+            for finding in side.ledger.findings()
+        ),
+    )
+
+
+def _unlike(left: Checkpoint, right: Checkpoint) -> Iterator[TensorDifference]:
+    """Tensors that cannot be compared element by element."""
+    for key in sorted(left.tensors.keys() | right.tensors.keys()):
+        ours, theirs = left.tensors.get(key), right.tensors.get(key)
+        if theirs is None:
+            yield TensorDifference(key, "only in left")
+        elif ours is None:
+            yield TensorDifference(key, "only in right")
+        elif ours.shape != theirs.shape:
+            yield TensorDifference(key, "shape", str(ours.shape), str(theirs.shape))
+        elif ours.dtype != theirs.dtype:
+            yield TensorDifference(key, "dtype", str(ours.dtype), str(theirs.dtype))
+
+
+def _values(left: Checkpoint, right: Checkpoint) -> Iterator[ValueDifference]:
+    for key in sorted(left.scalars.keys() | right.scalars.keys()):
+        ours, theirs = left.scalars.get(key), right.scalars.get(key)
+        if ours is None or theirs is None or not _same_number(ours.value, theirs.value):
+            texts = ("missing" if side is None else repr(side.value) for side in (ours, theirs))
+            yield ValueDifference(f"{key[1]} of {key[0]}", *texts)
+    for name in sorted(left.extras.keys() & right.extras.keys()):
+        mine, other = left.extras[name].value, right.extras[name].value
+        if not same_value(mine, other):
+            yield ValueDifference(name, short_repr(mine), short_repr(other))
+
+
+def _same_number(left: float, right: float) -> bool:
+    """Whether two scalars have the same value; a file may keep 3 as 3.0."""
+    return left == right or (left != left and right != right)  # noqa: PLR0124 - NaN is NaN
+
+
+@dataclass(slots=True)
+class _Side:
+    """One checkpoint: its files, and a fill for every tensor compared."""
+
+    fills: dict[TensorKey, PlannedFill]
+    files: SourceFiles
+    names: list[str]
+    ledger: ReplicaLedger
+
+
+def _side(checkpoint: Checkpoint, keys: list[TensorKey]) -> _Side:
+    table, book = SourceTable(checkpoint), RouteBook()
+    fills = {key: _identity_fill(checkpoint.tensors[key], table, book) for key in keys}
+    sources = table.files()
+    return _Side(fills, SourceFiles(sources), [s.name for s in sources], ReplicaLedger())
+
+
+def _identity_fill(tensor: StoredTensor, table: SourceTable, book: RouteBook) -> PlannedFill:
+    route = book.route(identity_map(tensor.shape), tensor.map, 0)
+    places = tuple(table.place(tensor.regions[h], tensor, h) for h in route.holders)
+    return PlannedFill(tensor.key, tensor.dtype, tensor.shape, 0, tensor.nbytes, route, places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Elements `[start, stop)` of one tensor."""
+
+    key: TensorKey
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known of the differences in one tensor."""
+
+    count: int
+    first: int
+    left: str
+    right: str
+    largest: float
+
+
+class _Pair:
+    """Two sides under comparison, and what was found so far."""
+
+    def __init__(self, left: Checkpoint, right: Checkpoint, keys: list[TensorKey]) -> None:
+        self.keys = keys
+        self.sides = (_side(left, keys), _side(right, keys))
+        self._indexes = RouteIndexes()
+        self._found: dict[TensorKey, _Found] = {}
+        self._lock = threading.Lock()
+
+    def run(self, crew: Crew) -> None:
+        """Compare all tensors."""
+        total = sum(fill.nbytes for fill in self.sides[0].fills.values())
+        crew.run(self._stretches(), self._work_for, total=total, what="compare")
+        for side in self.sides:
+            side.files.check_unchanged()
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        for key in self.keys:
+            fill = self.sides[0].fills[key]
+            step = LEAF_NBYTES // fill.dtype.itemsize
+            for start in range(0, fill.route.numel, step):
+                yield _Stretch(key, start, min(start + step, fill.route.numel))
+
+    def _work_for(self, space: Workspace) -> Callable[[_Stretch], int]:
+        fillers = [
+            Filler(
+                Gatherer(side.files, space.scratch),
+                space,
+                self._indexes,
+                FIRST,
+                side.ledger,
+                side.names,
+            )
+            for side in self.sides
+        ]
+        return _Comparer(self, fillers, space).do
+
+    def note(self, key: TensorKey, found: _Found) -> None:
+        """Add what one stretch showed."""
+        with self._lock:
+            known = self._found.get(key)
+            if known is None:
+                self._found[key] = found
+                return
+            if found.first < known.first:
+                known.first, known.left, known.right = found.first, found.left, found.right
+            known.count += found.count
+            known.largest = larger(known.largest, found.largest)
+
+    def differences(self) -> Iterator[TensorDifference]:
+        """Every tensor whose values differ."""
+        for key, found in self._found.items():
+            fill = self.sides[0].fills[key]
+            index = tuple(int(place) for place in np.unravel_index(found.first, fill.shape))
+            yield TensorDifference(
+                key,
+                "values",
+                found.left,
+                found.right,
+                found.count,
+                fill.route.numel,
+                index,
+                found.largest,
+            )
+
+    def totals(self) -> Iterator[StateTotal]:
+        """Totals by state, in order of first appearance."""
+        for state in dict.fromkeys(state for _, state in self.keys):
+            keys = [key for key in self.keys if key[1] == state]
+            found = [self._found[key] for key in keys if key in self._found]
+            largest = math.nan
+            for one in found:
+                largest = larger(largest, one.largest)
+            count = sum(one.count for one in found)
+            yield StateTotal(state, len(keys), len(found), count, largest)
+
+
+class _Comparer:
+    """One worker of a comparison."""
+
+    def __init__(self, pair: _Pair, fillers: list[Filler], space: Workspace) -> None:
+        self._pair = pair
+        self._fillers = fillers
+        half = len(space.block) // 2 // 64 * 64
+        self._blocks = (space.block[:half], space.block[half : 2 * half])
+        self._flags = space.flags
+        self._step = space.analysis_numel
+
+    def do(self, stretch: _Stretch) -> int:
+        """Compare one stretch; returns its bytes."""
+        fills = [side.fills[stretch.key] for side in self._pair.sides]
+        item = fills[0].dtype.itemsize
+        room = len(self._blocks[0]) // item
+        for start in range(stretch.start, stretch.stop, room):
+            stop = min(start + room, stretch.stop)
+            for filler, fill, block in zip(self._fillers, fills, self._blocks, strict=True):
+                filler.fill(fill, start, stop, block)
+            run = Move((stop - start,), 0, 0, (1,), start, (1,))
+            if not same_bits(run, item, start, *self._blocks, self._flags):
+                self._examine(fills[0], start, stop)
+        return (stretch.stop - stretch.start) * item
+
+    def _examine(self, fill: PlannedFill, start: int, stop: int) -> None:
+        for low in range(start, stop, self._step):
+            high = min(low + self._step, stop)
+            run = Move((high - low,), 0, 0, (1,), low, (1,))
+            a, b = (raw_bits(run, fill.dtype.itemsize, start, block) for block in self._blocks)
+            differs = a != b
+            if differs.ndim > 1:
+                differs = differs.any(axis=-1)
+            if differs.any():
+                self._note(fill, low, (low - start) * fill.dtype.itemsize, differs)
+
+    def _note(self, fill: PlannedFill, low: int, offset: int, differs: Bytes) -> None:
+        values = [
+            np.ndarray(differs.shape, fill.dtype.numpy(), block, offset)[differs]
+            for block in self._blocks
+        ]
+        wide = np.complex128 if fill.dtype.is_complex else np.float64
+        with np.errstate(invalid="ignore"):
+            gaps = np.abs(values[0].astype(wide) - values[1].astype(wide))
+        known = gaps[~np.isnan(gaps)]
+        self._pair.note(
+            fill.key,
+            _Found(
+                len(gaps),
+                low + int(np.argmax(differs)),
+                str(values[0][0]),
+                str(values[1][0]),
+                float(known.max()) if known.size else math.nan,
+            ),
+        )

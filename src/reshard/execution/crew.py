@@ -1,0 +1,140 @@
+"""A crew of threads that works through a list of tasks.
+
+Theory. Moving bytes is system calls and C loops, both of which run outside the interpreter lock, so
+threads are enough and share handles and buffers of one process. Each worker has one workspace and
+takes the next task when it is free. The caller's thread does no work: it waits, reports progress,
+and is the one that an interrupt reaches. The first error stops everyone and is raised in the
+caller's thread once all workers have put down what they held, so nothing is written after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from reshard.execution.buffers import Workspace
+
+Task = TypeVar("Task")
+REPORT_SECONDS = 0.1
+
+
+class Progress(Protocol):
+    """Told how far a piece of work is, from the thread that asked for it."""
+
+    def __call__(self, done_bytes: int, total_bytes: int, what: str, /) -> None:
+        """``done_bytes`` of ``total_bytes`` are through with ``what`` (``"convert"``, …)."""
+        ...
+
+
+class Crew:
+    """Workers with their workspaces, and what to tell about progress.
+
+    Parameters
+    ----------
+    spaces
+        One workspace a worker.
+    progress
+        Called about ten times a second, or None.
+    """
+
+    def __init__(self, spaces: Sequence[Workspace], progress: Progress | None = None) -> None:
+        self.spaces = tuple(spaces)
+        self._progress = progress
+
+    def run(
+        self,
+        tasks: Iterable[Task],
+        work_for: Callable[[Workspace], Callable[[Task], int]],
+        *,
+        total: int,
+        what: str,
+    ) -> None:
+        """Do all tasks.
+
+        Parameters
+        ----------
+        tasks
+            Taken in order, each by the next free worker.
+        work_for
+            Called once a worker with its workspace; returns the function that does one task and
+            returns the bytes it moved.
+        total
+            Bytes of all tasks, for the progress.
+        what
+            Name of the work, for the progress.
+
+        Raises
+        ------
+        BaseException
+            The first error of a worker, or the interrupt of the caller.
+        """
+        shift = _Shift(iter(tasks))
+        threads = [
+            threading.Thread(target=shift.work, args=(work_for, space), daemon=True)
+            for space in self.spaces
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while not shift.finished(len(threads)):
+                self._tell(shift.done, total, what)
+        finally:
+            shift.stop()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if shift.error is not None:
+            raise shift.error
+        self._tell(shift.done, total, what)
+
+    def _tell(self, done: int, total: int, what: str) -> None:
+        if self._progress is not None:
+            self._progress(done, total, what)
+
+
+class _Shift(Generic[Task]):
+    """The shared state of one run."""
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self._news = threading.Condition(threading.Lock())
+        self._stopped = False
+        self._gone = 0
+        self.done = 0
+        self.error: BaseException | None = None
+
+    def work(
+        self, work_for: Callable[[Workspace], Callable[[Task], int]], space: Workspace
+    ) -> None:
+        """What one thread does."""
+        try:
+            work = work_for(space)
+            while not self._stopped:
+                with self._lock:
+                    task = next(self._tasks, None)
+                if task is None:
+                    break
+                moved = work(task)
+                with self._lock:
+                    self.done += moved
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            with self._lock:
+                self.error = self.error or error
+            self._stopped = True
+        finally:
+            with self._news:
+                self._gone += 1
+                self._news.notify()
+
+    def finished(self, workers: int) -> bool:
+        """Wait a moment; whether all workers have left."""
+        with self._news:
+            if self._gone < workers:
+                self._news.wait(REPORT_SECONDS)
+            return self._gone >= workers
+
+    def stop(self) -> None:
+        """Let every worker leave after its present task."""
+        self._stopped = True

@@ -1,0 +1,129 @@
+"""Checks of the destination, all of them before any bulk work.
+
+Theory. Output may not exist yet (unless it may be replaced), may not touch its own input, must have
+names that stay inside its folder and that the file system can hold, and must have room. Each check
+raises an :class:`~reshard.errors.OutputError` that says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from reshard.errors import OutputError
+from reshard.execution.manifest import MANIFEST_NAME
+from reshard.execution.staging import exists_error
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+
+LONGEST_NAME = 255
+"""Bytes that one part of a path may have on the usual file systems."""
+
+BLOCK_NBYTES = 4096
+FOLDER_NBYTES = 4096
+
+
+def resolved(destination: str | os.PathLike[str]) -> Path:
+    """The destination as an absolute path without symbolic links in its parents."""
+    path = Path(destination)
+    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+
+
+def check_free(destination: Path, *, overwrite: bool) -> None:
+    """Refuse a destination that is taken; an empty folder is not."""
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if destination.is_symlink() or not destination.is_dir():
+        raise OutputError(
+            "the output is taken by something that is not a folder",
+            file=destination,
+            next_step="choose another name",
+        )
+    if not overwrite and any(destination.iterdir()):
+        raise exists_error(destination)
+
+
+def check_apart(plan: Plan, destination: Path) -> None:
+    """Refuse a destination that is, contains or lies in a folder of the input."""
+    folders = {Path(source.path).parent.resolve() for source in plan.sources}
+    for folder in sorted(folders):
+        if folder == destination or folder in destination.parents or destination in folder.parents:
+            raise OutputError(
+                "the output would touch its own input",
+                file=destination,
+                found=f"input files in {folder}",
+                next_step="choose a folder beside it",
+            )
+
+
+def check_names(plan: Plan) -> None:
+    """Refuse names that leave the output folder, collide, or are too long."""
+    seen: set[str] = {MANIFEST_NAME}
+    folders: set[str] = set()
+    for file in plan.files:
+        path = PurePosixPath(file.path)
+        _check_path(file.path, path)
+        if file.path in seen:
+            raise OutputError("two output files have the same name", file=file.path)
+        seen.add(file.path)
+        folders.update(str(parent) for parent in path.parents)
+    both = seen & folders
+    if both:
+        raise OutputError("a name is both an output file and a folder", file=min(both))
+    if plan.pointer is not None:
+        _check_path(plan.pointer[0], PurePosixPath(plan.pointer[0]), parts=1)
+
+
+def _check_path(text: str, path: PurePosixPath, parts: int | None = None) -> None:
+    inside = text and not path.is_absolute() and "\0" not in text and str(path) == text
+    if not inside or ".." in path.parts or (parts is not None and len(path.parts) != parts):
+        raise OutputError("an output file would leave its folder", file=repr(text))
+    longest = max(path.parts, key=lambda part: len(os.fsencode(part)))
+    if len(os.fsencode(longest)) > LONGEST_NAME:
+        raise OutputError(
+            "a file name is too long for the file system",
+            file=text,
+            expected=f"at most {LONGEST_NAME} bytes",
+            found=len(os.fsencode(longest)),
+        )
+
+
+def disk_needed(plan: Plan) -> int:
+    """Bytes of disk that the output takes: whole blocks of files, and folders."""
+    files = sum(-(-file.size // BLOCK_NBYTES) * BLOCK_NBYTES for file in plan.files)
+    return files + FOLDER_NBYTES * len(folders_of(plan))
+
+
+def check_room(plan: Plan, parent: Path, present: int) -> None:
+    """Refuse when the file system of ``parent`` has no room for what is not ``present`` yet."""
+    found = os.statvfs(parent)
+    free = found.f_bavail * found.f_frsize
+    needed = disk_needed(plan) - present
+    if needed > free:
+        raise OutputError(
+            "there is no room for the output",
+            file=parent,
+            expected=f"{needed} bytes free",
+            found=f"{free} bytes free",
+            next_step="make room, or choose a folder on another disk",
+        )
+
+
+def folders_of(plan: Plan) -> list[str]:
+    """Folders inside the output, parents first."""
+    folders = {str(parent) for file in plan.files for parent in PurePosixPath(file.path).parents}
+    return sorted(folders - {"."}, key=lambda folder: (folder.count("/"), folder))
+
+
+def allocated(paths: Iterable[Path]) -> int:
+    """Bytes of disk that files have already."""
+    total = 0
+    for path in paths:
+        try:
+            total += path.lstat().st_blocks * 512
+        except OSError:
+            continue
+    return total

@@ -1,0 +1,329 @@
+"""Executing a plan: from source files to a published output.
+
+Theory. The order of things decides what a crash can leave behind::
+
+    check destination, names, room      nothing has been written
+    lock the staging folder             a second run on the same output is kept out
+    journal: plan and sources           whoever continues knows whether it is the same work
+    verify what an earlier run kept     digests against bytes; what fails is done again
+    fill the files                      the journal follows the bytes
+    sources unchanged?                  bytes of a file that changed are worth nothing
+    manifest, sync, "complete"          from here on the output is whole
+    publish                             rename, pointer file, clean up
+
+A run that stops before "complete" has written to its staging folder only. Where nothing is finished
+yet, or the input itself was refused, the folder is removed; otherwise it waits for ``resume``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from reshard import __version__
+from reshard.errors import OutputError, ReplicaMismatchError, ReshardError, UnsupportedError
+from reshard.execution import destination as place
+from reshard.execution.audit import verified
+from reshard.execution.blocks import Task, reading_order
+from reshard.execution.buffers import LARGEST_BLOCK, Workspace, workspaces
+from reshard.execution.crew import Crew, Progress
+from reshard.execution.gather import Gatherer
+from reshard.execution.journal import Journal, JournalContent, Records
+from reshard.execution.manifest import MANIFEST_NAME, manifest_text
+from reshard.execution.output import Builder, Output, output_error
+from reshard.execution.replicas import Filler, ReplicaFinding, ReplicaLedger, RouteIndexes
+from reshard.execution.sources import SourceFiles
+from reshard.execution.staging import Staging, staging_path, sync_folder
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+
+Stage = Callable[[str], None]
+Fingerprints = Sequence[tuple[str, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an execution did.
+
+    Parameters
+    ----------
+    destination
+        The output folder.
+    files
+        Files in it.
+    tensors
+        Tensor shards written or kept.
+    kept
+        Of these, how many an interrupted run had finished.
+    nbytes
+        Bytes of the output.
+    replicas
+        Copies that differ and were let through, by name and state.
+    """
+
+    destination: str
+    files: int
+    tensors: int
+    kept: int
+    nbytes: int
+    replicas: tuple[ReplicaFinding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How an execution may spend: threads, bytes of buffers, and whether it waits for the disk."""
+
+    workers: int
+    max_memory: int
+    fsync: bool
+
+
+def execute(
+    plan: Plan,
+    destination: str | os.PathLike[str],
+    *,
+    workers: int,
+    max_memory: int,
+    fsync: bool = True,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    stage: Stage | None = None,
+) -> Report:
+    """Carry out a plan and publish the result.
+
+    Parameters
+    ----------
+    plan
+        What to write.
+    destination
+        The output folder; it appears complete or not at all.
+    workers
+        Threads; they change speed only.
+    max_memory
+        Hard cap over all buffers of all workers, in bytes.
+    fsync
+        Whether the output is durable before it gets its name.
+    resume
+        Continue what an interrupted run of the same plan left.
+    overwrite
+        Replace an existing output, and discard what an interrupted run left.
+    progress
+        Told how far it is, from the calling thread.
+    stage
+        Told the name of each stage that was reached; for tests of crashes.
+
+    Returns
+    -------
+    Report
+        What was done.
+
+    Raises
+    ------
+    OutputError
+        The destination is taken, is the input, is being written, or has no room.
+    ReplicaMismatchError
+        Holders differ and the policy of the plan is to refuse.
+    CheckpointError
+        A source file is gone, cannot be read, or changed.
+    """
+    final = place.resolved(destination)
+    place.check_names(plan)
+    place.check_apart(plan, final)
+    unfinished = resume and staging_path(final).exists()
+    place.check_free(final, overwrite=overwrite or unfinished)
+    budget = Budget(workers, max_memory, fsync)
+    crew = Crew(workspaces(max_memory, workers), progress)
+    with SourceFiles(plan.sources) as sources, Staging(final, fsync=fsync) as staging:
+        run = _Run(plan, sources, staging, crew, budget, stage or _no_stage)
+        return run.all(resume=resume, overwrite=overwrite)
+
+
+def _no_stage(name: str) -> None:
+    """Ignore a stage."""
+
+
+class _Run:
+    """One execution, with the staging folder locked and the sources open."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: SourceFiles,
+        staging: Staging,
+        crew: Crew,
+        budget: Budget,
+        stage: Stage,
+    ) -> None:
+        self.plan = plan
+        self.sources = sources
+        self.staging = staging
+        self.crew = crew
+        self.budget = budget
+        self.stage = stage
+        self.ledger = ReplicaLedger()
+
+    def all(self, *, resume: bool, overwrite: bool) -> Report:
+        """Every stage, from what an earlier run left to the published output."""
+        fingerprints = self.sources.fingerprints()
+        identity = self.plan.digest(), xxhash.xxh3_128_hexdigest(repr(fingerprints).encode())
+        found = self._found(identity, resume=resume, overwrite=overwrite)
+        if found is not None and self._is_published(found):
+            self.staging.finish(self.plan.pointer, stage=self.stage)
+            return self._report(found.records, len(found.records.slots))
+        place.check_free(self.staging.destination, overwrite=overwrite)
+        try:
+            return self._fresh(identity, found, fingerprints, overwrite=overwrite)
+        except OSError as error:
+            if isinstance(error, ReshardError):
+                raise
+            raise output_error(error, self.staging.destination) from error
+
+    def _found(
+        self, identity: tuple[str, str], *, resume: bool, overwrite: bool
+    ) -> JournalContent | None:
+        """What is to be continued; anything else an earlier run left is gone afterwards."""
+        found = self.staging.found()
+        if found is not None and resume:
+            if (found.plan, found.sources) == identity:
+                return found
+            if not overwrite:
+                raise OutputError(
+                    "the interrupted run did something else: its input or its options differ",
+                    file=self.staging.folder,
+                    next_step="repeat its options, or start over with --overwrite",
+                )
+        elif found is not None and not overwrite and (found.records.slots or found.marks):
+            raise OutputError(
+                "an interrupted run has left finished work",
+                file=self.staging.folder,
+                found=f"{len(found.records.slots)} finished tensors",
+                next_step="continue it with --resume, or start over with --overwrite",
+            )
+        self.staging.discard()
+        return None
+
+    def _is_published(self, found: JournalContent) -> bool:
+        """Whether the interrupted run had already given the output its name."""
+        try:
+            text = (self.staging.destination / MANIFEST_NAME).read_bytes()
+        except OSError:
+            return False
+        return f"complete {xxhash.xxh3_128_hexdigest(text)}" in found.marks
+
+    def _fresh(
+        self,
+        identity: tuple[str, str],
+        found: JournalContent | None,
+        fingerprints: Fingerprints,
+        *,
+        overwrite: bool,
+    ) -> Report:
+        journal = Journal(self.staging.journal_path)
+        try:
+            if found is None:
+                journal.begin(*identity)
+            self.stage("journal")
+            records = self._prepared(found)
+            kept = len(records.slots)
+            self._fill(journal, records)
+            self.stage("filled")
+            self.sources.check_unchanged()
+            self._complete(journal, records, fingerprints)
+        except BaseException as error:
+            journal.close()
+            self._clean_up(error)
+            raise
+        journal.close()
+        self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
+        return self._report(records, kept)
+
+    def _prepared(self, found: JournalContent | None) -> Records:
+        """Make room and folders; what of an earlier run is still as its journal says."""
+        data = self.staging.data
+        present = 0
+        if found is not None and data.exists():
+            present = place.allocated(data / file.path for file in self.plan.files)
+        place.check_room(self.plan, self.staging.folder, present)
+        data.mkdir(exist_ok=True)
+        for folder in place.folders_of(self.plan):
+            (data / folder).mkdir(exist_ok=True)
+        self.stage("folders")
+        if found is None:
+            return Records()
+        return verified(self.plan, data, found.records, self.crew)
+
+    def _fill(self, journal: Journal, records: Records) -> None:
+        sizes = len(self.crew.spaces[0].block)
+        output = Output(self.plan, self.staging.data, journal, records, min(sizes, LARGEST_BLOCK))
+        indexes = RouteIndexes()
+        names = [source.name for source in self.plan.sources]
+
+        def work_for(space: Workspace) -> Callable[[Task], int]:
+            gatherer = Gatherer(self.sources, space.scratch)
+            filler = Filler(gatherer, space, indexes, self.plan.replicas, self.ledger, names)
+            return Builder(output, filler, space).do
+
+        total = sum(slot.nbytes for file in self.plan.files for slot in file.slots)
+        done = sum(self.plan.files[f].slots[s].nbytes for f, s in records.slots)
+        try:
+            self.crew.run(
+                output.tasks(reading_order(self.plan)), work_for, total=total - done, what="convert"
+            )
+        finally:
+            output.abandon()
+
+    def _complete(self, journal: Journal, records: Records, fingerprints: Fingerprints) -> None:
+        """Write the manifest, make everything durable, and say so in the journal."""
+        text = manifest_text(
+            self.plan, records, fingerprints, self.ledger.findings(), __version__
+        ).encode()
+        (self.staging.data / MANIFEST_NAME).write_bytes(text)
+        self.stage("manifest")
+        if self.budget.fsync:
+            self._sync()
+        self.stage("synced")
+        journal.mark(f"complete {xxhash.xxh3_128_hexdigest(text)}")
+        self.stage("complete")
+
+    def _sync(self) -> None:
+        data = self.staging.data
+        paths = [data / file.path for file in self.plan.files]
+        self.crew.run(
+            [*paths, data / MANIFEST_NAME], lambda _: _sync_file, total=len(paths) + 1, what="sync"
+        )
+        for folder in (*(data / name for name in place.folders_of(self.plan)), data):
+            sync_folder(folder)
+        sync_folder(self.staging.folder)
+
+    def _clean_up(self, error: BaseException) -> None:
+        """After an error: keep what can be continued, remove the rest."""
+        found = self.staging.found()
+        refused = isinstance(error, ReplicaMismatchError | UnsupportedError)
+        if found is None or refused or not found.records.slots:
+            self.staging.remove()
+
+    def _report(self, records: Records, kept: int) -> Report:
+        return Report(
+            str(self.staging.destination),
+            len(self.plan.files) + 1,
+            len(records.slots),
+            kept,
+            sum(file.size for file in self.plan.files),
+            self.ledger.findings(),
+        )
+
+
+def _sync_file(path: Path) -> int:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return 1

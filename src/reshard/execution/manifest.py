@@ -1,0 +1,211 @@
+"""The manifest: what an output holds, so that any later change can be found.
+
+Theory. `reshard_manifest.json` lies in the output folder and says, in JSON, what wrote the output,
+from which source (format, topology, versions, and of each file its name, size and fingerprint), by
+which maps, and then for every tensor state where its bytes lie and their digest, and for every file
+its size and the digest of the bytes outside the tensors. Together these cover every byte of the
+output once. It names no clock, host or absolute path, so equal conversions have equal manifests.
+
+One line a file or tensor, so that it can be read and compared with the usual tools. DeepSpeed opens
+only the file names it knows, so a JSON file beside them does not disturb it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import ArchiveError, MissingFileError
+from reshard.execution.digests import DIGEST_NAME
+
+if TYPE_CHECKING:
+    from reshard.execution.journal import Records
+    from reshard.execution.replicas import ReplicaFinding
+    from reshard.planning.plan import Plan
+
+MANIFEST_NAME = "reshard_manifest.json"
+MANIFEST_FORMAT = "reshard-manifest"
+MANIFEST_VERSION = 1
+LARGEST_MAP_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """Bytes of one tensor state in one file, and their digest."""
+
+    name: str
+    state: str
+    file: str
+    offset: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """A file: its size, the digest of its bytes outside ``slots``, and its slots."""
+
+    path: str
+    nbytes: int
+    rest: str
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a manifest says about the bytes of an output."""
+
+    files: tuple[ManifestFile, ...]
+    parts: tuple[ManifestPart, ...]
+
+
+def manifest_text(
+    plan: Plan,
+    records: Records,
+    fingerprints: Sequence[tuple[str, int, str]],
+    findings: Sequence[ReplicaFinding],
+    version: str,
+) -> str:
+    """The manifest of a finished output.
+
+    Parameters
+    ----------
+    plan
+        What was carried out.
+    records
+        Digests of all slots and files.
+    fingerprints
+        `(name, bytes, digest)` of the source files.
+    findings
+        Replicas that differ and were let through.
+    version
+        Version of reshard.
+    """
+    routes = {id(route): number for number, route in enumerate(plan.routes)}
+    head: dict[str, object] = {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        "reshard": version,
+        "output": plan.format,
+        "digest": DIGEST_NAME,
+        "source": {
+            "format": plan.origin.format,
+            "topology": plan.origin.topology,
+            "versions": dict(plan.origin.versions),
+        },
+        "replicas": {"policy": plan.replicas, "differ": [_finding(f) for f in findings]},
+    }
+    sections = {
+        "sources": (list(source) for source in fingerprints),
+        "maps": _maps(plan),
+        "files": _files(plan, records),
+        "tensors": _tensors(plan, records, routes),
+    }
+    return "".join(_pieces(head, sections))
+
+
+def _pieces(head: Mapping[str, object], sections: Mapping[str, Iterator[object]]) -> Iterator[str]:
+    """A JSON object with one line an entry of the head and of each section."""
+    yield "{\n"
+    yield "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+    for number, (key, entries) in enumerate(sections.items()):
+        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        comma = "," if number + 1 < len(sections) else ""
+        yield f"{json.dumps(key)}: [\n{lines}\n]{comma}\n"
+    yield "}\n"
+
+
+def _finding(finding: ReplicaFinding) -> dict[str, object]:
+    return {
+        "name": finding.key[0],
+        "state": finding.key[1],
+        "count": finding.count,
+        "first": finding.first,
+        "largest": repr(finding.largest),
+        "files": list(finding.files),
+    }
+
+
+def _maps(plan: Plan) -> Iterator[object]:
+    for route in plan.routes:
+        source = route.source_map
+        small = source is not None and sum(1 for _ in source.pieces()) <= LARGEST_MAP_PIECES
+        yield source.to_dict() if source is not None and small else None
+
+
+def _files(plan: Plan, records: Records) -> Iterator[object]:
+    for number, file in enumerate(plan.files):
+        slots = [[slot.offset, slot.nbytes] for slot in file.slots]
+        yield [file.path, file.size, records.files[number], slots]
+
+
+def _tensors(plan: Plan, records: Records, routes: Mapping[int, int]) -> Iterator[object]:
+    for number, file in enumerate(plan.files):
+        for index, slot in enumerate(file.slots):
+            digests = records.slots[number, index].digests
+            for fill, digest in zip(slot.fills, digests, strict=True):
+                yield {
+                    "name": fill.key[0],
+                    "state": fill.key[1],
+                    "dtype": fill.dtype.name,
+                    "shape": list(fill.shape),
+                    "file": file.path,
+                    "offset": slot.offset + fill.offset,
+                    "nbytes": fill.nbytes,
+                    "digest": digest,
+                    "map": routes[id(fill.route)],
+                }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of an output.
+
+    Parameters
+    ----------
+    folder
+        The output folder.
+
+    Raises
+    ------
+    MissingFileError
+        When there is none.
+    ArchiveError
+        When it is not one that this version of reshard reads.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise MissingFileError("the folder has no manifest", file=path) from None
+    except ValueError as error:
+        raise ArchiveError("the manifest is not JSON", file=path, found=error) from error
+    try:
+        if content["format"] != MANIFEST_FORMAT or content["version"] != MANIFEST_VERSION:
+            raise ArchiveError(
+                "the manifest is of another version",
+                file=path,
+                expected=f"{MANIFEST_FORMAT} {MANIFEST_VERSION}",
+                found=f"{content['format']} {content['version']}",
+            )
+        return Manifest(
+            tuple(
+                ManifestFile(str(name), int(nbytes), str(rest), tuple((a, b) for a, b in slots))
+                for name, nbytes, rest, slots in content["files"]
+            ),
+            tuple(_part(entry) for entry in content["tensors"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ArchiveError):
+            raise
+        raise ArchiveError("the manifest is malformed", file=path, found=error) from error
+
+
+def _part(entry: Mapping[str, object]) -> ManifestPart:
+    name, state, file, digest = (str(entry[word]) for word in ("name", "state", "file", "digest"))
+    offset, nbytes = entry["offset"], entry["nbytes"]
+    if not isinstance(offset, int) or not isinstance(nbytes, int):
+        raise TypeError(f"offset and nbytes of {name} are not integers")
+    return ManifestPart(name, state, file, offset, nbytes, digest)

@@ -1,0 +1,153 @@
+"""From "which bytes hold which elements" to stored tensors: the composition every reader ends in.
+
+Theory. A reader knows two maps. The *outer* map takes the logical tensor to shards (of tensor
+ranks, stages, experts). For each shard it knows *stretches*: flat ranges of the shard and the byte
+ranges that hold them. `nest` composes them to one map from the logical tensor to holders, and the
+holders' regions are the stretches' bytes. Most tensors of a model share a handful of geometries, so
+compositions are kept by geometry and made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from reshard.errors import UnsupportedError
+from reshard.formats.checkpoint import Region
+from reshard.formats.torch_archive import TensorRecord
+from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
+from reshard.layouts.builders import row_major_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A flat range of a shard, and the bytes that hold it.
+
+    Parameters
+    ----------
+    region
+        The bytes.
+    start
+        First element, in row-major order of the shard.
+    numel
+        Length in elements.
+    """
+
+    region: Region
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A composed map and the region of each of its holders."""
+
+    map: ParamAffineMap
+    regions: Mapping[int, Region]
+
+
+_Geometry = tuple[ParamAffineMap, tuple[tuple[int, tuple[tuple[int, int], ...]], ...]]
+
+
+@dataclass(slots=True)
+class Assembler:
+    """Composes outer maps with stretches, each geometry once.
+
+    Parameters
+    ----------
+    made
+        Geometry -> composed map.
+    """
+
+    made: dict[_Geometry, ParamAffineMap] = field(default_factory=dict)
+
+    def locate(
+        self, name: str, outer: ParamAffineMap, shards: Mapping[int, Sequence[Stretch]]
+    ) -> Located:
+        """Compose one tensor.
+
+        Parameters
+        ----------
+        name
+            The parameter, for messages.
+        outer
+            From the logical tensor to shards.
+        shards
+            Outer rank -> its stretches; holders are numbered in this order.
+
+        Raises
+        ------
+        InvalidMapError
+            When the stretches do not hold every element.
+        """
+        geometry: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        regions: dict[int, Region] = {}
+        for rank, stretches in shards.items():
+            geometry.append((rank, tuple((part.start, part.numel) for part in stretches)))
+            for part in stretches:
+                regions[len(regions)] = part.region
+        key = (outer, tuple(geometry))
+        composed = self.made.get(key)
+        if composed is None:
+            composed = _compose(outer, geometry)
+            composed.validate(name)
+            self.made[key] = composed
+        return Located(composed, regions)
+
+
+def _compose(
+    outer: ParamAffineMap, geometry: Sequence[tuple[int, tuple[tuple[int, int], ...]]]
+) -> ParamAffineMap:
+    inner = {}
+    holder = 0
+    for rank, ranges in geometry:
+        whole = prod(outer.shard_shapes[rank])
+        pieces = {}
+        for start, numel in ranges:
+            pieces[holder] = (
+                [AffinePiece((numel,), start, (1,), 0, (1,), (holder,))] if numel else []
+            )
+            holder += 1
+        shapes = {index: (numel,) for index, (_, numel) in zip(pieces, ranges, strict=True)}
+        inner[rank] = locate((whole,), shapes, pieces)
+    return nest(outer, inner)
+
+
+def stored_order(record: TensorRecord, name: str, file: str) -> ParamAffineMap | None:
+    """The map from a tensor to its dense storage when it is not stored in row-major order.
+
+    Returns
+    -------
+    ParamAffineMap or None
+        None for the usual, row-major order; else a map with the one rank 0 (a transposed weight).
+
+    Raises
+    ------
+    UnsupportedError
+        When the storage has gaps or overlaps (an expanded or sliced view).
+    """
+    if record.strides == row_major_strides(record.shape) or prod(record.shape) <= 1:
+        return None
+    step = 1
+    axes = [axis for axis in zip(record.strides, record.shape, strict=True) if axis[1] != 1]
+    if len(axes) <= 1 and all(stride == 1 for stride, _ in axes):
+        return None
+    for stride, extent in sorted(axes):
+        if stride != step:
+            raise UnsupportedError(
+                "a tensor is a view with gaps or overlaps in its storage",
+                file=file,
+                parameter=name,
+                expected="a dense tensor",
+                found=f"shape {record.shape}, strides {record.strides}",
+            )
+        step *= extent
+    numel = prod(record.shape)
+    piece = AffinePiece(record.shape, 0, row_major_strides(record.shape), 0, record.strides, (0,))
+    return ParamAffineMap(record.shape, {0: (numel,)}, {0: (piece,)})
+
+
+def record_region(record: TensorRecord, file: str) -> Region:
+    """The bytes of a dense tensor."""
+    return Region(file, record.offset, prod(record.shape) * record.dtype.itemsize)

@@ -1,0 +1,257 @@
+"""The format-neutral meeting point: what a checkpoint holds, and where its bytes lie.
+
+Theory. Whatever its format, a checkpoint is three things.
+
+*Tensors.* Each `(name, state)` is one logical tensor `F`, described by a map from `F` to *holders*.
+A holder is a number; `regions[holder]` is the byte range of a file in which that holder's shard
+lies as a flat buffer, so element `k` of the shard starts at byte `region.offset + k * itemsize`.
+Parallelism is gone at this level: a ZeRO partition, a tensor-parallel shard and an expert file are
+all holders.
+
+*Scalars.* States that are one number per parameter (`step`) rather than one per element.
+
+*Extras.* All the rest, by key, with the file it came from: parameter groups, loss scaler,
+scheduler, counters, client state. Values are the inert ones of the safe reader; nothing has been
+executed.
+
+Opening a checkpoint reads headers and metadata, never tensor bytes; what the reader finds wrong on
+the way is a :class:`Problem`, or an error when nothing exact can be said without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from reshard.formats.dtypes import DType
+from reshard.geometry import ParamAffineMap
+
+TensorKey = tuple[str, str]
+"""`(name of the parameter, state)`, for example `("lm_head.weight", "exp_avg")`."""
+
+
+COMPARED_EXTRAS = (
+    "param_groups",
+    "optimizer_settings",
+    "global_steps",
+    "skipped_steps",
+    "global_samples",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "client_state",
+)
+"""Extras that say the same in every format and topology: two checkpoints of one run have them equal.
+
+The others (`ds_config`, `universal_checkpoint_info`, `groups`, …) speak of the topology."""
+
+
+class Role(Enum):
+    """What a tensor is for a trainer; it decides which states to expect, never where bytes lie."""
+
+    PARAMETER = "parameter"
+    FROZEN = "frozen"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A byte range of a file: the flat shard buffer of one holder.
+
+    Parameters
+    ----------
+    file
+        Path of the file in its byte source (an absolute path for the local one).
+    offset
+        First byte.
+    nbytes
+        Length in bytes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One state of one parameter, and where each of its elements is stored.
+
+    Parameters
+    ----------
+    name, state
+        Its key.
+    dtype
+        Element type in the files.
+    map
+        From the logical tensor to holders; `map.shard_shapes[h]` is the shape of holder `h`'s
+        buffer.
+    regions
+        Byte range of every holder of the map.
+    role
+        What a trainer uses it for.
+    provenance
+        Where the map came from, in words: ``"stored map"``, ``"one shard a rank"``, a rule, a file.
+    """
+
+    name: str
+    state: str
+    dtype: DType
+    map: ParamAffineMap
+    regions: Mapping[int, Region]
+    role: Role = Role.PARAMETER
+    provenance: str = ""
+
+    @property
+    def key(self) -> TensorKey:
+        """`(name, state)`."""
+        return (self.name, self.state)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the logical tensor."""
+        return self.map.logical_shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the logical tensor."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical tensor, replicas and padding not counted."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A state that is one number per parameter, such as Adam's `step`.
+
+    Parameters
+    ----------
+    value
+        The number.
+    dtype
+        Element type when the file holds it as a 0-dimensional tensor, None for a Python number.
+    source
+        Where it was kept, in words (``"state of group 0"``, ``"param_groups[1]"``).
+    """
+
+    value: int | float | bool
+    dtype: DType | None = None
+    source: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Something that is not a tensor of the model, kept as the safe reader gave it."""
+
+    value: object
+    file: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The degrees a checkpoint was saved under; ``stage`` is None where ZeRO has no meaning."""
+
+    stage: int | None = None
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} ep{self.ep}"
+        return degrees if self.stage is None else f"ZeRO-{self.stage} {degrees}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong or notable and does not make the tensors inexact.
+
+    Parameters
+    ----------
+    what
+        One clause.
+    file, parameter
+        Where, when known.
+    next_step
+        What to do about it, when there is something to do.
+    """
+
+    what: str
+    file: str = ""
+    parameter: str = ""
+    next_step: str = ""
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (self.file, self.parameter) if part)
+        line = f"{self.what}: {where}" if where else self.what
+        return f"{line}; next: {self.next_step}" if self.next_step else line
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of the checkpoint, its size in bytes, and its role in words."""
+
+    path: str
+    nbytes: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything that a checkpoint holds, independent of its format.
+
+    Parameters
+    ----------
+    format
+        Name of the format: ``"deepspeed"``, ``"universal"``, …
+    path
+        The folder that was opened.
+    topology
+        Degrees it was saved under.
+    tensors
+        Every tensor by `(name, state)`, in the order of the files.
+    scalars
+        Every scalar state by `(name, state)`.
+    aliases
+        Names that are the same parameter as another (tied weights): alias -> owner.
+    extras
+        What is not a tensor of the model, by key.
+    versions
+        Versions the files state about themselves (``"deepspeed"``, ``"universal"``, …).
+    files
+        The files it is made of.
+    problems
+        What the reader found wrong.
+    """
+
+    format: str
+    path: str
+    topology: Topology
+    tensors: Mapping[TensorKey, StoredTensor]
+    scalars: Mapping[TensorKey, Scalar] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, Extra] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[SourceFile, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters and buffers, in the order of the files."""
+        return tuple(dict.fromkeys(name for name, _ in self.tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def states_of(self, name: str) -> Iterator[StoredTensor]:
+        """Every tensor state of one parameter."""
+        return (tensor for (owner, _), tensor in self.tensors.items() if owner == name)

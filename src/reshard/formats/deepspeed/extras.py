@@ -1,0 +1,91 @@
+"""What a DeepSpeed checkpoint carries besides tensors, under the keys that all formats share.
+
+Theory. Beside the model a trainer needs counters, schedulers, the scaler, hyperparameters and
+whatever the client added. They lie in the model-state file of each model-parallel rank and in
+`optimizer_state_dict`. Some of it speaks of the topology it was saved under (paddings, partition
+counts, world sizes) and is dropped: the target has its own. The rest goes into `Checkpoint.extras`:
+
+========================= ==========================================================================
+`param_groups`            hyperparameters of each parameter group, `params` left out
+`groups`                  names of the parameters in each parameter group
+`optimizer_settings`      loss scaler, clipping, overflow flag
+`global_steps` …          counters, `lr_scheduler`, `data_sampler`, `random_ltd`
+`client_state`            what the client gave to `save_checkpoint`
+`ds_config`               the configuration of the run
+`universal_checkpoint_info`  the layout metadata of the source topology
+`model_files`             the pass-through part of each model-parallel rank's file, for writers
+========================= ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from reshard.formats.checkpoint import Extra
+from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.partitions import Partitions
+from reshard.formats.deepspeed.records import ModelStates, OptimizerStates
+from reshard.formats.model_keys import (
+    CARRIED,
+    OF_THE_PARTITIONS,
+    client_state,
+    passed_through,
+    text_keyed,
+)
+from reshard.formats.torch_archive import TensorRecord
+
+
+def collect_extras(
+    columns: Sequence[ModelStates],
+    ranks: Mapping[tuple[int, int], OptimizerStates],
+    found: Partitions,
+) -> dict[str, Extra]:
+    """Collect the extras of a checkpoint; `columns` are the model-state files by `mp`."""
+    first = columns[0]
+    root = text_keyed(first.archive.root)
+    extras = {key: Extra(root[key], first.file) for key in CARRIED if root.get(key) is not None}
+    extras["client_state"] = Extra(client_state(root), first.file)
+    extras["model_files"] = Extra(
+        [passed_through(text_keyed(column.archive.root)) for column in columns]
+    )
+    groups = group_names(ranks, found)
+    if groups:
+        extras["groups"] = Extra(groups, first.file)
+    if ranks:
+        extras |= _of_the_optimizer(ranks)
+    return extras
+
+
+def group_names(
+    ranks: Mapping[tuple[int, int], OptimizerStates], found: Partitions
+) -> list[list[str]]:
+    """Names of the parameters in each parameter group, in flat-buffer order."""
+    if not ranks:
+        return [list(names) for names in found.groups]
+    return [
+        [
+            name
+            for group in owned
+            for name in (found.groups[group] if group < len(found.groups) else ())
+        ]
+        for owned in ranks[0, 0].members
+    ]
+
+
+def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[str, Extra]:
+    first = ranks[0, 0]
+    settings = {
+        key: value
+        for key, value in first.settings.items()
+        if key not in OF_THE_PARTITIONS and not isinstance(value, TensorRecord)
+    }
+    require_one_value(
+        {rank.file: rank.settings.get("loss_scaler") for rank in ranks.values()}, "the loss scaler"
+    )
+    require_one_value(
+        {rank.file: rank.param_groups for rank in ranks.values()}, "the hyperparameters"
+    )
+    return {
+        "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
+        "optimizer_settings": Extra(settings, first.file),
+    }

@@ -1,0 +1,239 @@
+"""The grid of ranks: which files belong together, and whether all of them are there.
+
+Theory. The ranks that wrote a checkpoint form a grid: data-parallel rank `D`, pipeline stage `P`,
+tensor rank `T`, with `mp = P * tp + T` in the file names. File names alone do not give the degrees
+(a file missing at the edge and a file left over by a larger run look like another degree), so they
+are taken from what the files *state* and then every cell of the grid is demanded: one missing is an
+error that names it, one too many (a stale rank) too. DeepSpeed infers the degrees from the names
+and converts a folder with one left-over file into wrong tensors without a word.
+
+Sources: `reshape_3d_utils.py`, `ds_to_universal.py` (`_build_zero3_rank_grid`), `engine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.errors import CheckpointError, MissingFileError
+from reshard.formats.checkpoint import SourceFile
+from reshard.formats.deepspeed.names import (
+    FileKind,
+    FileName,
+    model_file_name,
+    optimizer_file_name,
+    parse_file_name,
+    zero3_model_file_name,
+)
+from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.folders import TagFolder
+
+_COMPARE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The DeepSpeed files of a folder, by parsed name.
+
+    Parameters
+    ----------
+    folder
+        The resolved folder.
+    files
+        Parsed name -> path.
+    """
+
+    folder: TagFolder
+    files: Mapping[FileName, Path] = field(default_factory=dict)
+
+    def of_kind(self, kind: FileKind) -> dict[FileName, Path]:
+        """The files of one kind, ranks ascending."""
+        chosen = [name for name in self.files if name.kind is kind]
+        chosen.sort(key=lambda name: (name.layer, name.expert, name.dp, name.mp))
+        return {name: self.files[name] for name in chosen}
+
+    def source_files(self) -> tuple[SourceFile, ...]:
+        """Every file with its size in bytes and its kind in words."""
+        return tuple(
+            SourceFile(str(path), path.stat().st_size, name.kind.value)
+            for name, path in self.files.items()
+        )
+
+
+def take_inventory(folder: TagFolder) -> Inventory:
+    """List the DeepSpeed files of a folder and of its `also` folders.
+
+    Raises
+    ------
+    CheckpointError
+        When two folders hold a file of one name with different bytes, or two names mean one rank.
+    """
+    files: dict[FileName, Path] = {}
+    for name, paths in folder.listing().items():
+        parsed = parse_file_name(name)
+        if parsed is None:
+            continue
+        for other in paths[1:]:
+            _require_same_bytes(paths[0], other)
+        if parsed in files:
+            raise CheckpointError(
+                "two files claim to be of the same rank",
+                file=files[parsed],
+                found=name,
+                next_step="move the one that is left over from another run away",
+            )
+        files[parsed] = paths[0]
+    return Inventory(folder, files)
+
+
+def _require_same_bytes(first: Path, second: Path) -> None:
+    same = first.stat().st_size == second.stat().st_size
+    if same:
+        with first.open("rb") as left, second.open("rb") as right:
+            while same:
+                block = left.read(_COMPARE_BYTES)
+                same = block == right.read(_COMPARE_BYTES)
+                if not block:
+                    break
+    if not same:
+        raise CheckpointError(
+            "two folders hold different files of one rank",
+            file=first,
+            found=second,
+            next_step="move the stale one away",
+        )
+
+
+# --------------------------------------------------------------------------- degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Degrees of the grid: data, pipeline and tensor parallel."""
+
+    dp: int
+    pp: int
+    tp: int
+
+    @property
+    def mp(self) -> int:
+        """Number of model-parallel ranks."""
+        return self.pp * self.tp
+
+
+def require_one_value(values: Mapping[str, object], what: str) -> None:
+    """Refuse when files disagree about something they must agree on.
+
+    Parameters
+    ----------
+    values
+        File -> what it states; files that state nothing are left out by the caller.
+    what
+        The thing, for the message.
+    """
+    if len({repr(value) for value in values.values()}) > 1:
+        stated = "; ".join(f"{Path(file).name}: {value}" for file, value in values.items())
+        raise CheckpointError(
+            f"ranks disagree on {what}",
+            file=next(iter(values)),
+            found=stated,
+            next_step="files of different saves lie in one folder; move the stale ones away",
+        )
+
+
+def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degrees:
+    """The degrees that the model-state files state.
+
+    `dp_world_size` and `mp_world_size` are in every file; how `mp` splits into pipeline and tensor
+    is stated from about 0.19.7 on, and inferred before from the number of files of a pipeline
+    layer.
+    """
+    models = list(models)
+    for what, stated in (
+        ("dp_world_size", {model.file: model.dp_world_size for model in models}),
+        ("mp_world_size", {model.file: model.mp_world_size for model in models}),
+        ("the parallel dimensions", {model.file: model.degrees for model in models}),
+        ("global_steps", {model.file: _counter(model, "global_steps") for model in models}),
+    ):
+        require_one_value(stated, what)
+    first = models[0]
+    dp, mp = first.dp_world_size or 1, first.mp_world_size or 1
+    if first.degrees is not None:
+        if first.degrees.pp * first.degrees.tp != mp:
+            raise CheckpointError(
+                "checkpoint_parallel_dimensions contradict mp_world_size",
+                file=first.file,
+                expected=f"pp x tp = {mp}",
+                found=f"{first.degrees.pp} x {first.degrees.tp}",
+            )
+        return Degrees(dp, first.degrees.pp, first.degrees.tp)
+    tp = _layer_files_of_one_layer(inventory) or mp
+    if mp % tp:
+        raise CheckpointError(
+            "the pipeline layer files do not fit mp_world_size",
+            file=first.file,
+            expected=f"a divisor of {mp} files a layer",
+            found=tp,
+        )
+    return Degrees(dp, mp // tp, tp)
+
+
+def _counter(model: ModelStates, key: str) -> object:
+    root = model.archive.root
+    return root.get(key) if isinstance(root, Mapping) else None
+
+
+def _layer_files_of_one_layer(inventory: Inventory) -> int:
+    layers = list(inventory.of_kind(FileKind.LAYER))
+    return sum(1 for name in layers if name.layer == layers[0].layer) if layers else 0
+
+
+# --------------------------------------------------------------------------- completeness
+
+
+def require_grid(
+    inventory: Inventory, kind: FileKind, expected: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], Path]:
+    """Every file of one kind on the grid, `(dp, mp)` -> path.
+
+    Raises
+    ------
+    MissingFileError
+        When a cell has no file.
+    CheckpointError
+        When a file lies outside the grid: left over from a larger run.
+    """
+    found = {(name.dp, name.mp): path for name, path in inventory.of_kind(kind).items()}
+    wanted = list(expected)
+    missing = [cell for cell in wanted if cell not in found]
+    if missing:
+        raise MissingFileError(
+            f"{len(missing)} of {len(wanted)} files of {kind.value} missing"
+            if len(missing) > 1
+            else f"a file of {kind.value} is missing",
+            file=inventory.folder.path / _name_of(kind, *missing[0]),
+            rank=f"dp {missing[0][0]}, mp {missing[0][1]}",
+            expected=f"{len(wanted)} files",
+            found=len(wanted) - len(missing),
+            next_step="copy it from the node that wrote it, or name that folder with --also",
+        )
+    stale = sorted(set(found) - set(wanted))
+    if stale:
+        raise CheckpointError(
+            "a file of a rank that this checkpoint does not have",
+            file=found[stale[0]],
+            rank=f"dp {stale[0][0]}, mp {stale[0][1]}",
+            expected=f"{len(wanted)} files of {kind.value}",
+            found=len(found),
+            next_step="it is left over from another run; move it away",
+        )
+    return found
+
+
+def _name_of(kind: FileKind, dp: int, mp: int) -> str:
+    if kind is FileKind.MODEL:
+        return model_file_name(mp)
+    if kind is FileKind.ZERO3_MODEL:
+        return zero3_model_file_name(dp, mp)
+    return optimizer_file_name(dp, mp)

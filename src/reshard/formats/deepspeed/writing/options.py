@@ -1,0 +1,86 @@
+"""What the user may choose about a native checkpoint: the topology, and the element type.
+
+Theory. Everything else follows from the source. A choice that is not made is None, and means "as in
+the source".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import UsageError
+from reshard.formats.dtypes import DType
+
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+"""Element types that a DeepSpeed engine can run a model in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """The topology to write for.
+
+    Parameters
+    ----------
+    stage
+        ZeRO stage, 0 to 3.
+    dp, tp, pp, ep
+        Data-, tensor-, pipeline- and expert-parallel degrees.
+    dtype
+        Element type of the model weights; None keeps the source's. Master weights and optimizer
+        states keep theirs in any case.
+    sub_group_size
+        ``zero_optimization.sub_group_size`` of the run that will load it (ZeRO-3), in elements;
+        None takes the source's configuration, and DeepSpeed's default where that has none.
+    kv_heads
+        Number of key/value heads of the model, for tensor-parallel layouts that follow from it and
+        that the source's maps leave open.
+
+    Raises
+    ------
+    UsageError
+        A degree or stage that cannot be.
+
+    Examples
+    --------
+    >>> NativeOptions(stage=2, dp=6).mp
+    1
+    >>> NativeOptions(stage=4, dp=1)
+    Traceback (most recent call last):
+    reshard.errors.UsageError: there is no such ZeRO stage: expected 0, 1, 2 or 3, found 4
+    """
+
+    stage: int
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dtype: DType | None = None
+    sub_group_size: int | None = None
+    kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise UsageError(
+                "there is no such ZeRO stage", expected="0, 1, 2 or 3", found=self.stage
+            )
+        for word in ("dp", "tp", "pp", "ep", "sub_group_size", "kv_heads"):
+            value = getattr(self, word)
+            if value is not None and value < 1:
+                raise UsageError(f"{word} must be at least 1", found=value)
+        if self.dtype is not None and self.dtype.name not in MODEL_DTYPES:
+            raise UsageError(
+                "a model cannot run in this element type",
+                expected=", ".join(MODEL_DTYPES),
+                found=self.dtype,
+            )
+        if self.dp % self.ep:
+            raise UsageError(
+                "the expert-parallel degree must divide the data-parallel degree",
+                expected=f"a divisor of {self.dp}",
+                found=self.ep,
+            )
+
+    @property
+    def mp(self) -> int:
+        """Number of model-parallel ranks."""
+        return self.tp * self.pp

@@ -1,0 +1,141 @@
+"""Which folder the user meant: the one with `latest`, a tag folder, or a file inside one.
+
+Theory. Trainers save tag folders (`global_step1000/`) under a save folder, beside a pointer file
+that names the newest (`latest`, `latest_universal`). Users pass any of the three. All are accepted,
+the same way for every format; what was resolved is said. A pointer that names a folder that is not
+there is refused, with the complete folders listed: taking "the newest" silently would be a guess.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import CheckpointError, MissingFileError, UsageError
+
+POINTERS = ("latest", "latest_universal")
+"""Pointer files, in the order in which they are looked for."""
+
+POINTER_LIMIT = 4096
+"""A pointer file holds one folder name; more bytes than this are not a pointer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagFolder:
+    """A resolved checkpoint folder.
+
+    Parameters
+    ----------
+    path
+        The tag folder, absolute.
+    tag
+        Its name.
+    pointer
+        The pointer file that named it, None when the user did.
+    also
+        Further folders that hold ranks of the same checkpoint, absolute.
+    """
+
+    path: Path
+    tag: str
+    pointer: str | None = None
+    also: tuple[Path, ...] = ()
+
+    def listing(self) -> dict[str, list[Path]]:
+        """Every file of the folder and of the `also` folders, by name."""
+        found: dict[str, list[Path]] = {}
+        for folder in (self.path, *self.also):
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.is_file():
+                    found.setdefault(entry.name, []).append(folder / entry.name)
+        return found
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a folder directly holds checkpoint files (`.pt` files, or a universal `zero/`)."""
+    names = [entry.name for entry in os.scandir(folder)]
+    return "zero" in names or any(name.endswith("_states.pt") for name in names)
+
+
+def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> TagFolder:
+    """Find the tag folder that `path` means.
+
+    Parameters
+    ----------
+    path
+        A save folder with a pointer file, a tag folder, or a file in a tag folder.
+    also
+        Further folders with ranks of the same checkpoint; each may be given like `path`.
+
+    Raises
+    ------
+    MissingFileError
+        When nothing is there, or the pointer names a folder that is not there.
+    CheckpointError
+        When the folder holds no checkpoint, or the pointer is empty or no text.
+    """
+    given = Path(path).absolute()
+    if not given.exists():
+        raise MissingFileError("no such file or folder", file=given, next_step="check the path")
+    folder = given if given.is_dir() else given.parent
+    pointer = None
+    if not holds_checkpoint(folder):
+        folder, pointer = _follow_pointer(folder)
+    others = tuple(_resolve_other(other, folder) for other in also)
+    return TagFolder(folder, folder.name, pointer, others)
+
+
+def _resolve_other(path: str, first: Path) -> Path:
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        raise UsageError("--also names no folder", file=folder, next_step="check the path")
+    inner = folder / first.name
+    return inner if not holds_checkpoint(folder) and inner.is_dir() else folder
+
+
+def _follow_pointer(folder: Path) -> tuple[Path, str]:
+    for name in POINTERS:
+        if (folder / name).is_file():
+            tag = _read_pointer(folder / name)
+            if not (folder / tag).is_dir():
+                raise MissingFileError(
+                    f"the pointer file names a folder that is not there: {tag!r}",
+                    file=folder / name,
+                    found=_complete_tags(folder),
+                    next_step="name the tag folder itself",
+                )
+            return folder / tag, name
+    raise CheckpointError(
+        "no checkpoint here: neither checkpoint files nor a pointer file",
+        file=folder,
+        expected=f"one of {', '.join(POINTERS)}, or *_states.pt files",
+        found=_complete_tags(folder),
+        next_step="name the tag folder itself",
+    )
+
+
+def _read_pointer(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        tag = raw.decode("utf-8").strip() if len(raw) <= POINTER_LIMIT else ""
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or tag in (".", "..") or "\0" in tag or Path(tag).name != tag:
+        raise CheckpointError(
+            "the pointer file does not hold one folder name",
+            file=path,
+            found=repr(raw[:40]),
+            next_step="name the tag folder itself",
+        )
+    return tag
+
+
+def _complete_tags(folder: Path) -> str:
+    tags = [
+        entry.name
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+        if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
+    ]
+    return "folders with checkpoint files: " + ", ".join(tags) if tags else "none"

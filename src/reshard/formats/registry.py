@@ -1,0 +1,100 @@
+"""Which format a folder is of, and who reads and writes it.
+
+Theory. Formats do not know each other; this table knows all of them. A format is recognised by the
+files it cannot do without, never by a guess at their content. A new format is one entry here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from reshard.errors import CheckpointError, UsageError
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.deepspeed.reader import open_deepspeed
+from reshard.formats.folders import TagFolder, resolve_folder
+from reshard.formats.target import Target
+from reshard.formats.universal.reader import open_universal
+from reshard.formats.universal.writer import lay_out_universal
+
+
+class LayOut(Protocol):
+    """A writer: says what the files of a checkpoint will be."""
+
+    def __call__(self, checkpoint: Checkpoint, *, tag: str) -> Target:
+        """Lay out the output folder named `tag`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One entry of the table.
+
+    Parameters
+    ----------
+    name
+        As the user writes it after ``--to``.
+    recognises
+        Whether a tag folder is of this format.
+    read
+        The reader.
+    lay_out
+        The writer, None when the format is read only.
+    """
+
+    name: str
+    recognises: Callable[[TagFolder], bool]
+    read: Callable[[TagFolder], Checkpoint]
+    lay_out: LayOut | None = None
+
+
+def _is_universal(folder: TagFolder) -> bool:
+    return (folder.path / "zero").is_dir()
+
+
+def _is_deepspeed(folder: TagFolder) -> bool:
+    return any(name.endswith("_states.pt") for name in folder.listing())
+
+
+FORMATS: Mapping[str, Format] = {
+    entry.name: entry
+    for entry in (
+        Format("universal", _is_universal, open_universal, lay_out_universal),
+        Format("deepspeed", _is_deepspeed, open_deepspeed),
+    )
+}
+"""Every format, in the order in which they are tried."""
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, also: Sequence[str] = ()) -> Checkpoint:
+    """Open a checkpoint of any format: headers and metadata, no tensor bytes.
+
+    Parameters
+    ----------
+    path
+        A folder with a pointer file, a tag folder, or a file in one.
+    also
+        Further folders that hold ranks of the same checkpoint.
+    """
+    folder = resolve_folder(path, also)
+    for entry in FORMATS.values():
+        if entry.recognises(folder):
+            return entry.read(folder)
+    raise CheckpointError(
+        "the folder is of no format that is known",
+        file=folder.path,
+        expected=f"one of {', '.join(FORMATS)}",
+        next_step="name the tag folder itself",
+    )
+
+
+def writer_for(name: str) -> LayOut:
+    """The writer of a format."""
+    entry = FORMATS.get(name)
+    if entry is None or entry.lay_out is None:
+        raise UsageError(
+            f"cannot write the format {name!r}",
+            expected=f"one of {', '.join(e.name for e in FORMATS.values() if e.lay_out)}",
+        )
+    return entry.lay_out

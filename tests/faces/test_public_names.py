@@ -1,0 +1,68 @@
+"""`import reshard`: the names that are promised, each found on first use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard import errors
+
+ROOT = Path(__file__).parents[2]
+PROMISED = (
+    "AffinePiece ParamAffineMap TransferPlan compose trace_map replicated_map open_checkpoint convert verify "
+    "ReshardError __version__"
+).split()
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_promised_name_is_public(name: str) -> None:
+    assert name in reshard.__all__
+
+
+def test_every_public_name_is_there() -> None:
+    for name in reshard.__all__:
+        assert getattr(reshard, name) is not None
+
+
+def test_every_error_is_public() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.ReshardError)
+    }
+    assert kinds <= set(reshard.__all__)
+
+
+def test_dir_is_what_is_public() -> None:
+    assert dir(reshard) == sorted(reshard.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'reshard' has no attribute 'reshrad'"):
+        _ = reshard.reshrad  # type: ignore[attr-defined]
+
+
+def test_the_same_object_is_found_in_its_home() -> None:
+    from reshard import api, geometry
+
+    assert reshard.convert is api.convert
+    assert reshard.compose is geometry.compose
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "src" / "reshard" / "py.typed").is_file()
+
+
+def test_python_dash_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "reshard", "--version"],
+        env={"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"reshard {reshard.__version__}\n"

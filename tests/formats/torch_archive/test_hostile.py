@@ -1,0 +1,484 @@
+"""Nothing in a file runs, whatever it says; what never belongs in a checkpoint is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reshard.errors import ArchiveError, HostileFileError
+from reshard.formats.torch_archive import Global, ObjectRecord, read_archive, short_repr
+from tests.formats.torch_archive.handmade import (
+    archive_bytes_at,
+    named,
+    read_pickle,
+    stack_named,
+    text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Path]:
+    """A file that every hostile pickle here would make if it ran; also watches `sys.modules`."""
+    file = tmp_path / "ran"
+    before = set(sys.modules)
+    yield file
+    assert not file.exists()
+    grown = {name for name in set(sys.modules) - before if not name.startswith("_pytest")}
+    assert not grown
+
+
+FORMS = {
+    "reduce": lambda call, arg: named(call) + text(arg) + b"\x85R",
+    "stack global": lambda call, arg: stack_named(*call.split(" ")) + text(arg) + b"\x85R",
+    "instance": lambda call, arg: (
+        b"(" + text(arg) + b"i" + "\n".join(call.split()).encode() + b"\n"
+    ),
+    "object": lambda call, arg: b"(" + named(call) + text(arg) + b"o",
+    "new object": lambda call, arg: named(call) + text(arg) + b"\x85\x81",
+    "new object with keywords": lambda call, arg: named(call) + text(arg) + b"\x85}\x92",
+    "never called": lambda call, arg: named(call) + b"0" + text(arg),
+    "inside containers": lambda call, arg: b"]}" + text(arg) + b"](" + named(call) + b"esa",
+    "in the memo only": lambda call, arg: named(call) + b"q\x000" + text(arg),
+    "as a state": lambda call, arg: named("m C") + b")\x81}" + text(arg) + named(call) + b"sb",
+    "as a key": lambda call, arg: b"}" + named(call) + text(arg) + b"s",
+    "argument of a partial": lambda call, arg: (
+        named("functools partial") + named(call) + text(arg) + b"\x86R"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("call", ["os system", "posix system", "builtins eval", "__builtin__ exec"])
+def test_hostile_global_is_refused_in_every_form(
+    form: str, call: str, tmp_path: Path, canary: Path
+) -> None:
+    code = f"touch {canary}" if call.endswith("system") else f"open({str(canary)!r}, 'w')"
+    with pytest.raises(HostileFileError) as caught:
+        read_pickle(tmp_path, FORMS[form](call, code))
+    name = call.split(" ")[1]
+    assert name in str(caught.value)
+    assert "handmade.pt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+NAMES = [
+    "os.popen",
+    "os.execv",
+    "os.environ",
+    "os.path.join",
+    "posixpath.join",
+    "nt.system",
+    "shutil.rmtree",
+    "subprocess.Popen",
+    "subprocess.check_output",
+    "_posixsubprocess.fork_exec",
+    "commands.getoutput",
+    "popen2.popen3",
+    "sys.exit",
+    "sys.modules",
+    "sys.settrace",
+    "importlib.import_module",
+    "importlib.util.find_spec",
+    "imp.load_source",
+    "runpy.run_path",
+    "runpy._run_code",
+    "pkgutil.resolve_name",
+    "zipimport.zipimporter",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.compile",
+    "builtins.open",
+    "builtins.__import__",
+    "builtins.setattr",
+    "builtins.delattr",
+    "builtins.globals",
+    "builtins.locals",
+    "builtins.vars",
+    "builtins.dir",
+    "builtins.input",
+    "builtins.breakpoint",
+    "builtins.map",
+    "builtins.filter",
+    "builtins.memoryview",
+    "builtins.super",
+    "__builtin__.execfile",
+    "__builtin__.file",
+    "__builtin__.apply",
+    "__builtin__.reduce",
+    "__builtin__.reload",
+    "io.open",
+    "io.FileIO",
+    "_io.open",
+    "codecs.open",
+    "_codecs.decode",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "_pickle.loads",
+    "cPickle.loads",
+    "marshal.loads",
+    "shelve.open",
+    "dill.loads",
+    "dill._dill._create_function",
+    "cloudpickle.loads",
+    "cloudpickle.cloudpickle.make_skel_func",
+    "joblib.load",
+    "ctypes.CDLL",
+    "ctypes.util.find_library",
+    "cffi.FFI",
+    "socket.socket",
+    "_socket.socket",
+    "ssl.SSLContext",
+    "socketserver.TCPServer",
+    "http.client.HTTPConnection",
+    "urllib.request.urlopen",
+    "urllib.urlopen",
+    "requests.get",
+    "httpx.get",
+    "aiohttp.ClientSession",
+    "ftplib.FTP",
+    "smtplib.SMTP",
+    "telnetlib.Telnet",
+    "xmlrpc.client.ServerProxy",
+    "paramiko.SSHClient",
+    "webbrowser.open",
+    "code.interact",
+    "code.InteractiveInterpreter",
+    "codeop.compile_command",
+    "pdb.run",
+    "bdb.Bdb",
+    "cProfile.run",
+    "profile.run",
+    "timeit.timeit",
+    "trace.Trace",
+    "doctest.debug_script",
+    "pydoc.pipepager",
+    "unittest.main",
+    "inspect.getsource",
+    "ast.literal_eval",
+    "types.FunctionType",
+    "types.CodeType",
+    "types.MethodType",
+    "copyreg.add_extension",
+    "copyreg.pickle",
+    "operator.attrgetter",
+    "operator.methodcaller",
+    "operator.call",
+    "_operator.attrgetter",
+    "functools.reduce",
+    "_functools.reduce",
+    "functools.singledispatch",
+    "itertools.starmap",
+    "collections.namedtuple",
+    "multiprocessing.Process",
+    "multiprocessing.util.spawnv_passfds",
+    "threading.Thread",
+    "_thread.start_new_thread",
+    "asyncio.create_subprocess_shell",
+    "concurrent.futures.ThreadPoolExecutor",
+    "signal.signal",
+    "atexit.register",
+    "gc.get_objects",
+    "tempfile.mktemp",
+    "glob.glob",
+    "fileinput.input",
+    "linecache.getline",
+    "mmap.mmap",
+    "pty.spawn",
+    "fcntl.ioctl",
+    "resource.setrlimit",
+    "pip.main",
+    "pip._internal.main",
+    "setuptools.setup",
+    "distutils.core.setup",
+    "distutils.file_util.write_file",
+    "ensurepip.bootstrap",
+    "venv.create",
+    "site.main",
+    "sysconfig.get_config_vars",
+    "platform.popen",
+    "getpass.getpass",
+    "logging.config.listen",
+    "logging.config.dictConfig",
+    "torch.load",
+    "torch.save",
+    "torch.compile",
+    "torch.hub.load",
+    "torch.hub._exec_with_module",
+    "torch.jit.load",
+    "torch.jit.unsupported_tensor_ops.execWrapper",
+    "torch.package.PackageImporter",
+    "torch.fx.graph_module.reduce_graph_module",
+    "torch.ops.load_library",
+    "torch.classes.load_library",
+    "torch.utils.cpp_extension.load",
+    "torch.utils.bottleneck.__main__.run_cprofile",
+    "torch.utils.collect_env.run",
+    "torch.serialization.load",
+    "torch.storage._load_from_bytes",
+    "torch.multiprocessing.spawn",
+    "torch.distributed.rpc.rpc_sync",
+    "torch.distributed.launcher.api.launch_agent",
+    "torch._dynamo.guards.GuardBuilder.get",
+    "torch._inductor.codecache.compile_file",
+    "torch.testing._internal.common_utils.shell",
+    "numpy.load",
+    "numpy.fromfile",
+    "numpy.memmap",
+    "numpy.testing._private.utils.runstring",
+    "numpy.f2py.compile",
+    "numpy.distutils.exec_command",
+    "pandas.read_pickle",
+    "pandas.eval",
+    "pandas.io.common.get_handle",
+    "yaml.unsafe_load",
+    "jinja2.Environment",
+    "sympy.sympify",
+    "numba.jit",
+    "tensorflow.io.read_file",
+    "keras.models.load_model",
+    "six.moves.builtins.eval",
+    "IPython.start_ipython",
+    "pexpect.spawn",
+    "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+    "deepspeed.ops.op_builder.builder.OpBuilder",
+    "some.module.__globals__",
+    "x.y.__class__",
+]
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_globals_that_never_belong_in_a_checkpoint(path: str, tmp_path: Path) -> None:
+    parts = path.split(".")
+    # Where the module ends and the name begins is the author's choice.
+    for cut in range(1, len(parts)):
+        module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
+        with pytest.raises(ArchiveError) as caught:
+            read_pickle(tmp_path, b"\x80\x04" + stack_named(module, name) + b".")
+        assert isinstance(caught.value, HostileFileError), (module, name)
+        assert parts[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "os.system"),
+        ("numpy.core", "sys.modules"),
+        ("collections", "_sys.modules"),
+        ("torch", "hub.load"),
+        ("my_model", "subprocess"),
+        ("my_model", "Net.forward.__globals__"),
+        ("my_model", "Net.__init__"),
+        ("my_model", "__builtins__"),
+        ("logging", "os.popen"),
+        ("deepspeed", "ops.op_builder.OpBuilder"),
+    ],
+)
+def test_walks_to_a_hostile_place_are_refused(module: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(HostileFileError):
+        read_pickle(tmp_path, b"\x80\x04" + stack_named(module, name) + b".")
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        named("builtins getattr"),
+        named("builtins getattr") + b"q\x000N",
+        named("builtins getattr") + text("x") + text("y") + b"\x86R",
+        named("builtins getattr") + named("m C") + text("__globals__") + b"\x86R",
+        named("builtins getattr") + named("torch hub_") + text("os") + b"\x86R",
+        named("builtins getattr") + named("m C") + b"\x85R",
+        # One honest use does not cover for another one.
+        b"(" + named("builtins getattr") + b"q\x00" + named("m C") + text("D") + b"\x86R]h\x00at",
+        named("functools partial") + named("builtins getattr") + b"q\x00\x85R",
+        named("builtins getattr") + named("os path") + text("join") + b"\x86R",
+    ],
+)
+def test_getattr_is_refused_but_for_parts_of_a_class(pickled: bytes, tmp_path: Path) -> None:
+    with pytest.raises(HostileFileError):
+        read_pickle(tmp_path, pickled)
+
+
+def test_getattr_of_a_class_is_a_name(tmp_path: Path) -> None:
+    outer = named("__builtin__ getattr") + named("m C") + text("Inner") + b"\x86R"
+    assert read_pickle(tmp_path, outer).root == Global("m", "C.Inner")
+    member = named("deepspeed.runtime.zero.config ZeroStageEnum") + text("gradients") + b"\x86R"
+    stage = read_pickle(tmp_path, named("__builtin__ getattr") + member).root
+    assert isinstance(stage, ObjectRecord)
+    assert stage.value == 2  # type: ignore[attr-defined]
+
+
+def test_type_makes_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(HostileFileError, match="type"):
+        read_pickle(tmp_path, named("builtins type") + text("X") + b")}\x87R")
+    nothing = read_pickle(tmp_path, named("builtins type") + b"N\x85R").root
+    assert isinstance(nothing, ObjectRecord)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "what"),
+    [
+        (b"\x82\x01", "extension registry"),
+        (b"\x83\x01\x00", "extension registry"),
+        (b"\x84\x01\x00\x00\x00", "extension registry"),
+        (b"\x97", "out-of-band"),
+        (b"Psomething\n", "textual persistent id"),
+        (b"K\x01Q", "persistent id"),
+        (b"(X\x06\0\0\0moduleNtQ", "persistent id"),
+        (b"K\x01)R", "calls something"),
+        (b"])\x81", "calls something"),
+        (b"K\x01K\x02b", "attributes"),
+        (b"}}b", "attributes"),
+        (named("m C") + b"}b", "attributes"),
+        (b"K\x01K\x02a", "holds none"),
+        (b"K\x01(K\x02e", "holds none"),
+        (b"K\x01K\x02K\x03s", "holds none"),
+        (b"]K\x01K\x02s", "holds none"),
+        (b"}(K\x01u", "without a value"),
+        (b"}]K\x01s", "TypeError"),
+        (named("m C") + b"]R", "not a tuple"),
+        (named("collections OrderedDict") + b")R}" + text("items") + b"Nsb", "reserved"),
+        (named("collections OrderedDict") + b")RK\x01b", "not a dict"),
+        (b"\x81", "ends early"),
+        (b"h\x07", "KeyError"),
+        (b"X\xff\xff\xff\x7f", "ends early"),
+        (b"T\xff\xff\xff\xff", "negative"),
+        (b"\x8b\xff\xff\xff\xff", "negative"),
+        (b"\x8d\xff\xff\xff\xff\xff\xff\xff\xff", "ends early"),
+        (b"X\x01\0\0\0\xff", "UnicodeDecodeError"),
+        (b"\xff", "unknown opcode"),
+        (b"I12x\n", "ValueError"),
+        (b"S'abc\n", "quotes"),
+        (b"cos path\n", "ends early"),
+        (b"cno-name\nx\n", "not a Python name"),
+        (b"cmod\nx y\n", "not a Python name"),
+        (b"c\nx\n", "not a Python name"),
+        (b"cm..n\nx\n", "not a Python name"),
+        (b"K\x01K\x02\x93", "not text"),
+        (named("m C") + b")K\x01\x92", "keyword"),
+    ],
+)
+def test_what_no_pickler_writes_is_refused(pickled: bytes, what: str, tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match=what) as caught:
+        read_pickle(tmp_path, pickled)
+    assert "handmade.pt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_of_a_newer_protocol_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="protocol 9"):
+        read_pickle(tmp_path, b"\x80\x09N.")
+
+
+class Reduced:
+    """Would run a command when unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+class Popened(Reduced):
+    """The same with a list of words and a keyword."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return subprocess.Popen, (("touch", self.command),)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("kind", [Reduced, Popened])
+def test_real_attacks_do_not_run(
+    kind: type[Reduced], protocol: int, tmp_path: Path, canary: Path
+) -> None:
+    command = f"touch {canary}" if kind is Reduced else str(canary)
+    nested = {"module": [{"weight": (1, {"x": kind(command)})}]}
+    with pytest.raises(HostileFileError, match=r"system|Popen"):
+        read_archive(
+            archive_bytes_at(tmp_path / "attack.pt", pickle.dumps(nested, protocol=protocol))
+        )
+
+
+# -------------------------------------------------------------------------------- resources
+
+
+def _seconds(folder: Path, pickled: bytes) -> float:
+    start = time.perf_counter()
+    with pytest.raises(ArchiveError):
+        read_pickle(folder, pickled)
+    return time.perf_counter() - start
+
+
+def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path) -> None:
+    pairs = b")" + b"2\x86" * 60
+    assert _seconds(tmp_path, b"}" + pairs + b"Ns") < 1
+    assert _seconds(tmp_path, named("builtins set") + b"](" + pairs + b"e\x85R") < 1
+    assert _seconds(tmp_path, b"(" + pairs + b"\x91") < 1
+    # Hashing nests in C: a deep tuple would overflow its stack.
+    assert _seconds(tmp_path, b"}" + b")" + b"\x85" * 200_000 + b"Ns") < 5
+
+
+def test_keys_that_collide_by_design_are_refused(tmp_path: Path) -> None:
+    huge = (((1 << 61) - 1) * 12345).to_bytes(10, "little", signed=True)
+    assert _seconds(tmp_path, b"}\x8a\x0a" + huge + b"Ns") < 1
+
+
+def test_copies_draw_on_a_budget(tmp_path: Path) -> None:
+    content = named("_codecs encode") + b"q\x00" + text("x" * 100_000) + b"q\x01" + text("latin1")
+    once = b"h\x00h\x01h\x02\x86R"
+    assert _seconds(tmp_path, b"(" + content + b"q\x02\x86R" + once * 1000 + b"l") < 2
+    many = b"](" + b"N" * 100_000 + b"eq\x00"
+    twice = named("torch Size") + b"q\x01" + many
+    assert _seconds(tmp_path, b"(" + twice + b"h\x01h\x00\x85R" * 1000 + b"l") < 2
+
+
+def test_deep_and_cyclic_trees_are_refused(tmp_path: Path) -> None:
+    for pickled in (
+        b"]" * 5000 + b"a" * 4999,
+        b")" + b"\x85" * 5000,
+        b"]q\x00h\x00a",
+        b"}q\x00N]h\x00asq\x01",
+        # Built from the inside, one level after the other, without a deep stack.
+        b"]" + b"q\x000]h\x00a" * 5000,
+    ):
+        assert _seconds(tmp_path, pickled) < 2
+
+
+def test_shared_parts_cost_nothing(tmp_path: Path) -> None:
+    """A tree that is small in the file and astronomically large when written out."""
+    start = time.perf_counter()
+    root = read_pickle(tmp_path, b"]" + b"2\x86" * 60).root
+    assert len(short_repr(root)) < 20_000
+    assert time.perf_counter() - start < 1
+
+
+def test_a_record_may_hold_itself(tmp_path: Path) -> None:
+    record = read_pickle(tmp_path, named("m C") + b")\x81q\x00}" + text("me") + b"h\x00sb").root
+    assert isinstance(record, ObjectRecord)
+    assert record.fields["me"] is record
+    assert len(repr(record)) < 500
+
+
+def test_numbers_of_many_digits_are_refused(tmp_path: Path) -> None:
+    assert _seconds(tmp_path, b"L" + b"9" * 500_000 + b"L\n") < 1
+    assert _seconds(tmp_path, b"I" + b"9" * 5000 + b"\n") < 1
+
+
+def test_every_opcode_is_either_read_or_refused_by_name(tmp_path: Path) -> None:
+    for opcode in pickletools.opcodes:
+        with pytest.raises(ArchiveError) as caught:
+            read_pickle(tmp_path, opcode.code.encode("latin1") + b"\0" * 12)
+        # What follows the opcode is the only unknown one.
+        line = str(caught.value)
+        assert "unknown opcode 0x00" in line or "unknown opcode" not in line

@@ -1,0 +1,1 @@
+"""Layouts against what runtimes really do."""
