@@ -8,8 +8,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Without it, `pip install torch` may bring gigabytes of CUDA libraries. The judge needs the CPU only.
+# The judge needs the CPU only. Where pip would bring gigabytes of CUDA libraries:
+#   make test TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH  := torch==2.13.0
+TORCH_ARGS ?=
 # Test processes: one for the DeepSpeed judge (which forks its own workers), one for the rest.
 JOBS   ?= 2
 PYTEST_ARGS ?=
@@ -35,7 +37,7 @@ unit: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) $(TORCH) -c constraints.txt
+	$(PIP) $(TORCH_ARGS) $(TORCH) -c constraints.txt
 	$(PIP) -c constraints.txt setuptools wheel hatchling editables ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed transformers
 	$(PIP) -c constraints.txt --no-build-isolation --editable '.[test]'

@@ -109,7 +109,9 @@ def group_options(number: int, weight_decay: float) -> dict[str, object]:
     }
 
 
-def shard_values(values: Values, parameter: Parameter, case: Case, tp: int, state: int) -> torch.Tensor:
+def shard_values(
+    values: Values, parameter: Parameter, case: Case, tp: int, state: int
+) -> torch.Tensor:
     """The flat shard of one parameter state on one tensor-parallel rank."""
     numel = math.prod(parameter.shape)
     full = values.flat(hash_of(parameter.name) + state, numel).view(parameter.shape)
@@ -123,7 +125,9 @@ def hash_of(name: str) -> int:
     return sum(ord(letter) * (place + 1) for place, letter in enumerate(name)) % 997
 
 
-def base_model_state(case: Case, groups: list[list[Parameter]], config: dict[str, object]) -> dict[str, object]:
+def base_model_state(
+    case: Case, groups: list[list[Parameter]], config: dict[str, object]
+) -> dict[str, object]:
     """What a model-state file holds besides the weights."""
     shapes = [
         OrderedDict((p.name, torch.Size(p.shard(case.tp))) for p in group) for group in groups
@@ -149,12 +153,15 @@ def base_model_state(case: Case, groups: list[list[Parameter]], config: dict[str
         "iteration": 3,
     }
     if case.tp > 1 or case.stage < 3:
-        state["universal_checkpoint_info"] = tensor_parallel_info(case, [p for g in groups for p in g])
+        state["universal_checkpoint_info"] = tensor_parallel_info(
+            case, [p for g in groups for p in g]
+        )
     return state
 
 
 def tensor_parallel_info(case: Case, every: list[Parameter]) -> dict[str, object]:
     """AutoTP's metadata, with the affine maps that DeepSpeed 0.19.8 writes."""
+
     def patterns(test: object) -> list[str]:
         return ["^" + p.name.replace(".", "\\.") + "$" for p in every if test(p)]  # type: ignore[operator]
 
@@ -180,7 +187,9 @@ def affine_entry(parameter: Parameter, tp: int) -> dict[str, object]:
     shard = parameter.shard(tp)
     ranks = {}
     for rank in range(tp):
-        start = 0 if parameter.axis is None else rank * shard[parameter.axis] * strides[parameter.axis]
+        start = (
+            0 if parameter.axis is None else rank * shard[parameter.axis] * strides[parameter.axis]
+        )
         piece = {
             "shape": list(shard),
             "source": [start, list(strides)],
@@ -196,7 +205,13 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
-def write_zero12(folder: Path, case: Case, groups: list[list[Parameter]], values: Values, config: dict[str, object]) -> None:
+def write_zero12(
+    folder: Path,
+    case: Case,
+    groups: list[list[Parameter]],
+    values: Values,
+    config: dict[str, object],
+) -> None:
     """Model and optimizer files of ZeRO-1 and ZeRO-2."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -205,13 +220,21 @@ def write_zero12(folder: Path, case: Case, groups: list[list[Parameter]], values
     for tp in range(case.tp):
         module = OrderedDict(
             (p.name, shard_values(values, p, case, tp, 0).to(torch.bfloat16).view(p.shard(case.tp)))
-            for group in groups for p in group
+            for group in groups
+            for p in group
         )
         state = {"module": module, **base_model_state(case, groups, config)}
         torch.save(state, folder / f"mp_rank_{tp:02d}_model_states.pt")
         del module, state
-        flats = [[padded(torch.cat([shard_values(values, p, case, tp, s) for p in group]), 2 * case.dp)
-                  for group in groups] for s in range(3)]
+        flats = [
+            [
+                padded(
+                    torch.cat([shard_values(values, p, case, tp, s) for p in group]), 2 * case.dp
+                )
+                for group in groups
+            ]
+            for s in range(3)
+        ]
         for dp in range(case.dp):
             parts = [[flat.chunk(case.dp)[dp].clone() for flat in flats[s]] for s in range(3)]
             osd = {
@@ -221,7 +244,11 @@ def write_zero12(folder: Path, case: Case, groups: list[list[Parameter]], values
                 "clip_grad": 0.0,
                 "base_optimizer_state": {
                     "state": {
-                        g: {"step": torch.tensor(3.0), "exp_avg": parts[1][g], "exp_avg_sq": parts[2][g]}
+                        g: {
+                            "step": torch.tensor(3.0),
+                            "exp_avg": parts[1][g],
+                            "exp_avg_sq": parts[2][g],
+                        }
                         for g in range(len(groups))
                     },
                     "param_groups": [group_options(0, 0.1), group_options(1, 0.0)],
@@ -230,7 +257,8 @@ def write_zero12(folder: Path, case: Case, groups: list[list[Parameter]], values
                 "zero_stage": ZeroStageEnum(case.stage),
                 "group_paddings": [
                     flats[0][g].numel() - sum(math.prod(p.shard(case.tp)) for p in group)
-                    if dp == case.dp - 1 else 0
+                    if dp == case.dp - 1
+                    else 0
                     for g, group in enumerate(groups)
                 ],
                 "param_alignment_paddings": [[0] * len(group) for group in groups],
@@ -251,7 +279,9 @@ def padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([flat, flat.new_zeros(short)]) if short else flat
 
 
-def slice_mapping(group: list[Parameter], case: Case, dp: int, size: int, address: type) -> OrderedDict[str, object]:
+def slice_mapping(
+    group: list[Parameter], case: Case, dp: int, size: int, address: type
+) -> OrderedDict[str, object]:
     """Which part of which parameter a partition holds, and where in it."""
     low, high, at = dp * size, (dp + 1) * size, 0
     mapping: OrderedDict[str, object] = OrderedDict()
@@ -264,7 +294,13 @@ def slice_mapping(group: list[Parameter], case: Case, dp: int, size: int, addres
     return mapping
 
 
-def write_zero3(folder: Path, case: Case, groups: list[list[Parameter]], values: Values, config: dict[str, object]) -> None:
+def write_zero3(
+    folder: Path,
+    case: Case,
+    groups: list[list[Parameter]],
+    values: Values,
+    config: dict[str, object],
+) -> None:
     """Model and optimizer files of ZeRO-3."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -276,8 +312,15 @@ def write_zero3(folder: Path, case: Case, groups: list[list[Parameter]], values:
         state = {"module": module, **base_model_state(case, groups, config)}
         torch.save(state, folder / f"zero_pp_rank_{dp}_mp_rank_00_model_states.pt")
         parts = [
-            [torch.cat([padded(shard_values(values, p, case, 0, s), case.dp).chunk(case.dp)[dp] for p in group])
-             for group in groups]
+            [
+                torch.cat(
+                    [
+                        padded(shard_values(values, p, case, 0, s), case.dp).chunk(case.dp)[dp]
+                        for p in group
+                    ]
+                )
+                for group in groups
+            ]
             for s in range(3)
         ]
         osd = {
@@ -288,7 +331,11 @@ def write_zero3(folder: Path, case: Case, groups: list[list[Parameter]], values:
             "partition_count": case.dp,
             "optimizer_state_dict": {
                 "state": {
-                    g: {"step": torch.tensor(3.0), "exp_avg": parts[1][g], "exp_avg_sq": parts[2][g]}
+                    g: {
+                        "step": torch.tensor(3.0),
+                        "exp_avg": parts[1][g],
+                        "exp_avg_sq": parts[2][g],
+                    }
                     for g in range(len(groups))
                 },
                 "param_groups": [group_options(0, 0.1), group_options(1, 0.0)],

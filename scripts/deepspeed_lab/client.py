@@ -39,7 +39,7 @@ class Lab:
         self._connection = Connection(ours.detach())
         self._ready = False
 
-    def run(self, job: str, *arguments: object, world: int, timeout: float = 60.0) -> Any:
+    def run(self, job: str, *arguments: object, world: int, timeout: float = 120.0) -> Any:
         """Run one job in ``world`` workers (0: one process, no torch.distributed).
 
         Raises

@@ -12,9 +12,23 @@ import torch
 from torch import distributed
 
 from scripts.deepspeed_lab.engine import make_engine, run_steps
+from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
+from scripts.deepspeed_lab.pipelines import resume_pipeline, train_pipeline
 from scripts.deepspeed_lab.recipe import TAG, Recipe
 from scripts.deepspeed_lab.results import Resumed, Trained
 from scripts.deepspeed_lab.states import held_by_all, probe_layout
+
+__all__ = [
+    "convert_with_deepspeed",
+    "hang",
+    "resume",
+    "resume_mixture",
+    "resume_pipeline",
+    "save_large",
+    "train",
+    "train_mixture",
+    "train_pipeline",
+]
 
 
 def train(recipe: Recipe, folder: Path, seed: int) -> Trained:

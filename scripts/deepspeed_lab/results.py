@@ -47,3 +47,24 @@ class Resumed:
     losses: list[float]
     global_steps: int
     client_state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """What a pipeline held when it was saved or had loaded, and its next three losses."""
+
+    full: States
+    untrained: dict[str, torch.Tensor]
+    """Frozen parameters and buffers."""
+    losses: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """What a mixture of experts held when it was saved or had loaded, and its next losses."""
+
+    full: States
+    """Experts whole: fused ones ``[num_experts, ...]``, native ones under their global number."""
+    weights: dict[str, torch.Tensor]
+    """The weights of the model itself, whole, as fp32."""
+    losses: list[float]

@@ -2,10 +2,11 @@
 
 Theory. Every rank reports *fragments*: where a one-dimensional run of values lies in its shard of a
 parameter. They are read from the optimizer's flat partitions at the offsets that the optimizer
-itself uses, for each of the three optimizers DeepSpeed has (ZeRO-1/2, BF16_Optimizer, ZeRO-3).
-Fragments of the data-parallel ranks make a shard. Shards of the tensor-parallel ranks make the
-full tensor through a *probed* layout: the uncut model is filled with ``arange``, AutoTP cuts it,
-and each shard then says which elements it holds. Neither DeepSpeed's metadata nor reshard is asked.
+itself uses, for each of the three optimizers DeepSpeed has (ZeRO-1/2, BF16_Optimizer, ZeRO-3);
+without ZeRO every parameter is a partition of its own. Fragments of the data-parallel ranks make a
+shard. Shards of the tensor-parallel ranks make the full tensor through a *probed* layout: the uncut
+model is filled with ``arange``, AutoTP cuts it, and each shard then says which elements it holds.
+Neither DeepSpeed's metadata nor reshard is asked.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def report(engine: Any, recipe: Recipe) -> RankReport:
             with deepspeed.zero.GatheredParameters(partitioned):
                 frozen[name] = parameter.detach().float().clone()
     flats = [flat for flat, _ in _runs_of_partitions(optimizer)]
-    steps = [float(optimizer.optimizer.state[flat].get("step", math.nan)) for flat in flats]
+    inner = _torch_optimizer(optimizer)
+    steps = [float(inner.state[flat].get("step", math.nan)) for flat in flats]
     return RankReport(
         rank=distributed.get_rank(),
         tp=tp_rank(recipe),
@@ -88,9 +90,14 @@ def report(engine: Any, recipe: Recipe) -> RankReport:
         steps=[step for step in steps if not math.isnan(step)],
         groups=[
             {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.optimizer.param_groups
+            for group in inner.param_groups
         ],
     )
+
+
+def _torch_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that ZeRO wraps, or without ZeRO the engine's own."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,7 @@ class _Run:
 
 def _fragments(optimizer: Any, names: Mapping[int, str]) -> Iterator[Fragment]:
     for flat, runs in _runs_of_partitions(optimizer):
-        kept = optimizer.optimizer.state[flat]
+        kept = _torch_optimizer(optimizer).state[flat]
         states = {"fp32": flat} | {
             state: value
             for state, value in kept.items()
@@ -113,13 +120,17 @@ def _fragments(optimizer: Any, names: Mapping[int, str]) -> Iterator[Fragment]:
         }
         for run in runs:
             for state, values in states.items():
-                part = values.detach()[run.at : run.at + run.length].float().clone()
+                part = values.detach().flatten()[run.at : run.at + run.length].float().clone()
                 yield Fragment(names[id(run.parameter)], state, run.start, part)
 
 
 def _runs_of_partitions(optimizer: Any) -> Iterator[tuple[Any, list[_Run]]]:
     """Yield every flat fp32 partition of this rank, with what lies where in it."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            for member in group["params"]:
+                yield member, [_Run(member, 0, 0, member.numel())]
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         yield from _zero3_runs(optimizer)
     elif hasattr(optimizer, "round_robin_bit16_groups"):
         for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):

@@ -6,7 +6,6 @@ import ctypes
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -36,12 +35,11 @@ def run_job(
     Return rank 0's answer, pickled. With ``world == 0`` one worker runs it without
     torch.distributed. ``folder`` takes the workers' output, their errors and the answer.
     """
-    port = _free_port()
     workers: dict[int, int] = {}
     for rank in range(max(world, 1)):
         pid = os.fork()
         if pid == 0:
-            _worker(function, arguments, rank=rank, world=world, port=port, folder=folder)
+            _worker(function, arguments, rank=rank, world=world, folder=folder)
         workers[pid] = rank
     if not _wait(workers, timeout):
         raise JobError(_what_went_wrong(folder, timeout))
@@ -84,7 +82,6 @@ def _worker(
     *,
     rank: int,
     world: int,
-    port: int,
     folder: Path,
 ) -> NoReturn:
     """Be one worker; never returns."""
@@ -95,7 +92,7 @@ def _worker(
         os.dup2(log, 1)
         os.dup2(log, 2)
         if world > 0:
-            _join_the_others(rank, world, port)
+            _join_the_others(rank, world, folder)
         result = function(*arguments)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
@@ -112,7 +109,8 @@ def _worker(
         os._exit(status)
 
 
-def _join_the_others(rank: int, world: int, port: int) -> None:
+def _join_the_others(rank: int, world: int, folder: Path) -> None:
+    """Meet through a file, not through a port that somebody else may take meanwhile."""
     import deepspeed
 
     os.environ.update(
@@ -121,20 +119,20 @@ def _join_the_others(rank: int, world: int, port: int) -> None:
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         LOCAL_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
     )
-    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60), verbose=False)
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=100),
+        verbose=False,
+    )
 
 
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent ends (Linux only)."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

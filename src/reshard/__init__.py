@@ -36,7 +36,14 @@ from reshard.errors import (
 if TYPE_CHECKING:
     from reshard.api import convert, open_checkpoint, verify
     from reshard.geometry import AffinePiece, ParamAffineMap, TransferPlan, compose, trace_map
-    from reshard.layouts.builders import replicated_map
+    from reshard.layouts.builders import (
+        block_gather_map,
+        contiguous_split_map,
+        replicated_map,
+        segmented_map,
+        sub_param_map,
+    )
+    from reshard.layouts.experts import expert_map
 
 __version__ = "0.1.0"
 
@@ -45,7 +52,12 @@ _HOMES = {
     "ParamAffineMap": "reshard.geometry",
     "TransferPlan": "reshard.geometry",
     "compose": "reshard.geometry",
+    "block_gather_map": "reshard.layouts.builders",
+    "contiguous_split_map": "reshard.layouts.builders",
     "replicated_map": "reshard.layouts.builders",
+    "segmented_map": "reshard.layouts.builders",
+    "sub_param_map": "reshard.layouts.builders",
+    "expert_map": "reshard.layouts.experts",
     "trace_map": "reshard.geometry",
     "open_checkpoint": "reshard.api",
     "convert": "reshard.api",
@@ -74,22 +86,29 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "block_gather_map",
     "compose",
+    "contiguous_split_map",
     "convert",
+    "expert_map",
     "open_checkpoint",
     "replicated_map",
+    "segmented_map",
+    "sub_param_map",
     "trace_map",
     "verify",
 ]
 
 
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker reads the imports above, and knows what is not there
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from reshard import LayoutError
 from tests.deepspeed_judge.conftest import Converted
 from tests.deepspeed_judge.judge import Judge, differences
 from tests.truth import Case, case_named
@@ -74,9 +73,6 @@ PAIRS: dict[str, list[Target]] = {
     "0.18.9/plain_rr_z2_dp2": [Z1 | DP1],
 }
 
-NOT_YET = pytest.mark.xfail(raises=LayoutError, strict=True)
-"""Cuts that only name patterns describe are refused until step 3 reads the patterns."""
-
 LOSS_TOLERANCE = {"fp32": 5e-6, "fp16": 3e-3, "bf16": 1e-2}
 """Losses are around 5 to 12. Another number of ranks adds the same gradients in another order and,
 in half precision, ZeRO-3 rounds elsewhere than ZeRO-1 and 2 do (from the very first step of a new
@@ -104,10 +100,9 @@ def pairs() -> list[Any]:
     """Return all pairs, each as a parameter of the test with an id that one can read."""
     found = []
     for name, targets in PAIRS.items():
-        marks = [NOT_YET] if "megatron" in name else []
         for target in targets:
             spread = "-".join(f"{key}{value}" for key, value in target.items()) or "same"
-            found.append(pytest.param(name, target, id=f"{name}->{spread}", marks=marks))
+            found.append(pytest.param(name, target, id=f"{name}->{spread}"))
     return found
 
 

@@ -6,9 +6,9 @@ is a dense array of offsets made from the pieces element by element.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +27,18 @@ from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.formats.torch_archive import crc32
 from reshard.geometry import AffinePiece, ParamAffineMap
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 def dense(piece: AffinePiece) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Source and destination offsets of every element of a piece, one by one."""
-    steps = list(itertools.product(*(range(extent) for extent in piece.shape)))
-    sides = []
-    for offset, strides in (
-        (piece.source_offset, piece.source_strides),
-        (piece.dest_offset, piece.dest_strides),
-    ):
-        sides.append([offset + sum(i * s for i, s in zip(step, strides, strict=True)) for step in steps])
-    return np.array(sides[0], np.int64), np.array(sides[1], np.int64)
+    """Source and destination offsets of every element of a piece, as dense arrays."""
+    grid = np.indices(piece.shape, dtype=np.int64)
+    numel = int(np.prod(piece.shape, dtype=np.int64))
+    source, dest = np.zeros(numel, np.int64), np.zeros(numel, np.int64)
+    for axis, index in enumerate(grid):
+        source += index.reshape(-1) * piece.source_strides[axis]
+        dest += index.reshape(-1) * piece.dest_strides[axis]
+    return source + piece.source_offset, dest + piece.dest_offset
 
 
 def shard_of(full: Array, layout: ParamAffineMap, rank: int) -> Array:

@@ -1,4 +1,4 @@
-"""`reshard convert` and `reshard verify`, from a sample to a universal folder and back to the truth."""
+"""`reshard convert` and `reshard verify`: from a sample to a universal folder, and the truth."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_report_says_what_was_done(sample: Checkpoint, out: Path, capsys: Ca
         f"  written  {head.split('written')[1].split(chr(10))[0].strip()}\n"
         "  time T"
     )
-    assert "notes\n  1 buffers are in zero/" in said
+    assert "notes\n  1 buffer" in said
     assert "problems of the input\n  a thing to note: norm.scale\n" in said
 
 

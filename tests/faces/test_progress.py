@@ -86,7 +86,7 @@ def test_bytes_that_a_resumed_run_found_done_are_no_speed() -> None:
 def test_no_rate_and_no_time_left_before_anything_is_done() -> None:
     pace = Pace(0, 10, 0, 5.0)
     assert pace.seconds_left is None
-    assert str(pace) == "0 B of 10 B (0 %), 0 B/s"
+    assert str(pace) == "0 B of 10 B (0 %)"
 
 
 def test_nothing_to_do_is_all_done() -> None:

@@ -12,10 +12,24 @@ import reshard
 from reshard import errors
 
 ROOT = Path(__file__).parents[2]
-PROMISED = (
-    "AffinePiece ParamAffineMap TransferPlan compose trace_map replicated_map open_checkpoint convert verify "
-    "ReshardError __version__"
-).split()
+PROMISED = [
+    "AffinePiece",
+    "ParamAffineMap",
+    "ReshardError",
+    "TransferPlan",
+    "__version__",
+    "block_gather_map",
+    "compose",
+    "contiguous_split_map",
+    "convert",
+    "expert_map",
+    "open_checkpoint",
+    "replicated_map",
+    "segmented_map",
+    "sub_param_map",
+    "trace_map",
+    "verify",
+]
 
 
 @pytest.mark.parametrize("name", PROMISED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.planning.moves import Move, cut, ordered
@@ -43,12 +43,14 @@ def interleaved(draw: st.DrawFn) -> Move:
     return Move((rows, columns), 0, 0, (10, 3), draw(st.integers(0, 5)), (2, 3))
 
 
+@settings(deadline=None)
 @given(any_copies())
 def test_ordering_keeps_every_copy(move: Move) -> None:
     found = [pair for part in ordered(move) for pair in copies(part)]
     assert sorted(found) == sorted(copies(move))
 
 
+@settings(deadline=None)
 @given(any_copies() | interleaved())
 def test_ordered_moves_ascend_in_the_target(move: Move) -> None:
     for part in ordered(move):
@@ -57,6 +59,7 @@ def test_ordered_moves_ascend_in_the_target(move: Move) -> None:
         assert part.target_stop == targets[-1] + 1
 
 
+@settings(deadline=None)
 @given(any_copies() | interleaved(), st.integers(0, 120), st.integers(0, 120))
 def test_cutting_takes_exactly_the_range(move: Move, start: int, length: int) -> None:
     stop = start + length
@@ -67,6 +70,7 @@ def test_cutting_takes_exactly_the_range(move: Move, start: int, length: int) ->
         assert len(pieces) <= max(2 * len(part.shape) - 1, 1)
 
 
+@settings(deadline=None)
 @given(any_copies(), st.integers(0, 60))
 def test_two_cuts_join_to_the_whole(move: Move, middle: int) -> None:
     for part in ordered(move):

@@ -6,24 +6,60 @@ Theory. Every verb is the same walk with other ends. A reader turns a path into 
 is data and can be priced without moving a byte; the executor runs the plan and publishes the
 result. Nothing here knows a format, moves a byte or prints. Budgets have their defaults here, and
 nowhere below; below, they are always passed.
+
+As in :mod:`reshard`, names are looked up on first use: inspecting does not wait for what executes.
 """
 
-from reshard.api.annotation import annotate
-from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, default_workers
-from reshard.api.conversion import ConversionReport, convert
-from reshard.api.inspection import FileSummary, InertRecord, Inspection, StateSummary, inspect
-from reshard.api.locating import (
-    ElementLocation,
-    PieceRange,
-    element_location,
-    find_tensor,
-    piece_ranges,
-)
-from reshard.api.opening import AnyPath, files_of, open_checkpoint
-from reshard.api.selection import select
-from reshard.api.verification import verify
-from reshard.execution import Comparison, ReplicaFinding, TensorDifference
-from reshard.formats.checkpoint import Checkpoint
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.api.annotation import annotate
+    from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, default_workers
+    from reshard.api.conversion import ConversionReport, convert
+    from reshard.api.inspection import FileSummary, InertRecord, Inspection, StateSummary, inspect
+    from reshard.api.locating import (
+        ElementLocation,
+        PieceRange,
+        element_location,
+        find_tensor,
+        piece_ranges,
+    )
+    from reshard.api.opening import AnyPath, files_of, open_checkpoint
+    from reshard.api.selection import select
+    from reshard.api.verification import verify
+    from reshard.execution import Comparison, ReplicaFinding, TensorDifference
+    from reshard.formats.checkpoint import Checkpoint
+
+_HOMES = {
+    "DEFAULT_MAX_MEMORY_BYTES": "reshard.api.budgets",
+    "AnyPath": "reshard.api.opening",
+    "Checkpoint": "reshard.formats.checkpoint",
+    "Comparison": "reshard.execution",
+    "ConversionReport": "reshard.api.conversion",
+    "ElementLocation": "reshard.api.locating",
+    "FileSummary": "reshard.api.inspection",
+    "InertRecord": "reshard.api.inspection",
+    "Inspection": "reshard.api.inspection",
+    "PieceRange": "reshard.api.locating",
+    "ReplicaFinding": "reshard.execution",
+    "StateSummary": "reshard.api.inspection",
+    "TensorDifference": "reshard.execution",
+    "annotate": "reshard.api.annotation",
+    "convert": "reshard.api.conversion",
+    "default_workers": "reshard.api.budgets",
+    "element_location": "reshard.api.locating",
+    "files_of": "reshard.api.opening",
+    "find_tensor": "reshard.api.locating",
+    "inspect": "reshard.api.inspection",
+    "open_checkpoint": "reshard.api.opening",
+    "piece_ranges": "reshard.api.locating",
+    "select": "reshard.api.selection",
+    "verify": "reshard.api.verification",
+}
+"""Public name -> the module that defines it."""
 
 __all__ = [
     "DEFAULT_MAX_MEMORY_BYTES",
@@ -51,3 +87,18 @@ __all__ = [
     "select",
     "verify",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and knows what is not there
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from os import PathLike, fspath
 
 from reshard.errors import UnsupportedError
+from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, SourceFile
 from reshard.formats.folders import resolve_folder
-from reshard.formats import registry
 
 AnyPath = str | PathLike[str]
 

@@ -45,16 +45,10 @@ def select(
     UsageError
         A pattern or a state matches nothing, or nothing is left.
     """
-    known = (*checkpoint.names, *checkpoint.aliases)
     for pattern in (*include, *exclude):
-        require_match(pattern, known)
+        require_match(pattern, (*checkpoint.names, *checkpoint.aliases))
+    _require_states(checkpoint, states)
     kept = _kept_names(checkpoint, include, exclude)
-    held = {state for _, state in (*checkpoint.tensors, *checkpoint.scalars)}
-    for state in states:
-        if state not in held:
-            raise UsageError(
-                "no such state", state=state, expected=f"one of {', '.join(sorted(held))}"
-            )
 
     def keeps(key: TensorKey) -> bool:
         return key[0] in kept and (not states or key[1] in states)
@@ -87,6 +81,15 @@ def _kept_extras(extras: Mapping[str, Extra], kept: frozenset[str]) -> Mapping[s
         return extras
     names = [[name for name in group if name in kept] for group in groups.value]
     return {**extras, GROUPS: replace(groups, value=names)}
+
+
+def _require_states(checkpoint: Checkpoint, states: Sequence[str]) -> None:
+    held = {state for _, state in (*checkpoint.tensors, *checkpoint.scalars)}
+    for state in states:
+        if state not in held:
+            raise UsageError(
+                "no such state", state=state, expected=f"one of {', '.join(sorted(held))}"
+            )
 
 
 def _kept_names(

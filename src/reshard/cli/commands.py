@@ -92,7 +92,8 @@ def convert(source: Source, out: str, options: Conversion, *, json: bool, quiet:
         with meter(quiet=quiet) as progress:
             report = _converted(source, out, options, progress)
     except KeyboardInterrupt:
-        raise failure.Interrupted("the same command with --resume goes on from here") from None
+        way_on = "the same command with --resume goes on from here"
+        raise failure.InterruptedRunError(way_on) from None
     if json:
         documents.write(outcomes.conversion_document(report), sys.stdout)
     else:

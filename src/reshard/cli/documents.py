@@ -27,11 +27,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from reshard.api import Inspection, PieceRange
 from reshard.cli.values import plain_value
-from reshard.formats.checkpoint import Checkpoint, StoredTensor, Topology
+
+if TYPE_CHECKING:
+    from reshard.api import Inspection, PieceRange
+    from reshard.formats.checkpoint import Checkpoint, StoredTensor, Topology
 
 Document = dict[str, object]
 

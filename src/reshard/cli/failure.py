@@ -27,7 +27,7 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     """The user stopped a run that can be continued; the text says how."""
 
 
@@ -52,7 +52,7 @@ def refuse(error: BaseException) -> int:
     say_error(describe(error))
     if os.environ.get("RESHARD_DEBUG") == "1":
         traceback.print_exception(error)
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt | Interrupted) else REFUSED
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt | InterruptedRunError) else REFUSED
 
 
 def say_error(message: str) -> None:
@@ -74,7 +74,7 @@ def describe(error: BaseException) -> str:
         return _internal(error)
     if isinstance(error, ReshardError):
         return str(error)
-    if isinstance(error, KeyboardInterrupt | Interrupted):
+    if isinstance(error, KeyboardInterrupt | InterruptedRunError):
         return f"interrupted; next: {error}" if str(error) else "interrupted"
     if isinstance(error, MemoryError):
         return "out of memory; next: lower --max-memory or --workers"

@@ -23,7 +23,8 @@
 
 from __future__ import annotations
 
-from reshard.api import Comparison, ConversionReport, ReplicaFinding
+from typing import TYPE_CHECKING
+
 from reshard.cli.documents import (
     Document,
     problem_documents,
@@ -31,6 +32,9 @@ from reshard.cli.documents import (
     topology_document,
 )
 from reshard.cli.values import plain_value
+
+if TYPE_CHECKING:
+    from reshard.api import Comparison, ConversionReport, ReplicaFinding
 
 
 def conversion_document(report: ConversionReport) -> Document:

@@ -1,11 +1,12 @@
 """Progress of a long run: bytes done, rate, time left, on standard error.
 
 Theory. A run has phases (``convert``, ``sync``, ``compare``, …), each with its own bytes. A job
-that runs for an hour has two kinds of readers. A person at a terminal wants a bar. A log file wants a
-plain line now and then, whole in itself, that ``tail`` and ``grep`` can use. Both get the same
-numbers, computed here once: the bytes done of all bytes, the mean rate since the start of the phase
-(bytes that a resumed run found done do not count as speed), and the time left at that rate. A
-phase that ends before its first line was due leaves no line, and ``--quiet`` leaves none at all.
+that runs for an hour has two kinds of readers. A person at a terminal wants a bar. A log file
+wants a plain line now and then, whole in itself, that ``tail`` and ``grep`` can use. Both get the
+same numbers, computed here once: the bytes done of all bytes, the mean rate since the start of
+the phase (bytes that a resumed run found done do not count as speed), and the time left at that
+rate. A phase that ends before its first line was due leaves no line, and ``--quiet`` leaves none
+at all.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class Pace:
         if self.unit == "files":
             return f"{self.done} of {counted(self.total, 'file')} ({share} %)"
         size = f"{format_bytes(self.done)} of {format_bytes(self.total)}"
-        rate = format_rate(self.fresh, self.seconds)
         left = self.seconds_left
-        tail = f", {format_seconds(left)} left" if left is not None else ""
-        return f"{size} ({share} %), {rate}{tail}"
+        if left is None:
+            return f"{size} ({share} %)"
+        rate = format_rate(self.fresh, self.seconds)
+        return f"{size} ({share} %), {rate}, {format_seconds(left)} left"
 
 
 class Phases:

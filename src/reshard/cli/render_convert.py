@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from reshard.api import ConversionReport
 from reshard.cli.blocks import Block, Tone, fields, lines, table
 from reshard.cli.render_inspect import tensor_table
 from reshard.cli.render_verify import difference_blocks, format_largest
 from reshard.cli.units import counted, format_bytes, format_count, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from reshard.api import ConversionReport
 
 
 def conversion_blocks(report: ConversionReport) -> Iterator[Block]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from reshard.api import Inspection
 from reshard.cli.blocks import Block, Tone, fields, lines, table
 from reshard.cli.units import counted, format_bytes, format_count, format_shape
 from reshard.cli.values import brief
-from reshard.formats.checkpoint import Checkpoint, SourceFile, StoredTensor
+
+if TYPE_CHECKING:
+    from reshard.api import Inspection
+    from reshard.formats.checkpoint import Checkpoint, SourceFile, StoredTensor
 
 _GROUP_EXTRAS = ("groups", "param_groups")
 """The extras that every format uses for the parameter groups: names, and hyperparameters."""

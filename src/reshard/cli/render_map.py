@@ -7,12 +7,15 @@ full tensor `F`, an arrow, the block of the holder's shard, and who holds these 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from reshard.api import PieceRange
 from reshard.cli.blocks import Block, fields, table
 from reshard.cli.render_inspect import shown_path
 from reshard.cli.units import counted, format_count, format_shape
-from reshard.formats.checkpoint import Checkpoint, StoredTensor
+
+if TYPE_CHECKING:
+    from reshard.api import PieceRange
+    from reshard.formats.checkpoint import Checkpoint, StoredTensor
 
 
 def map_blocks(

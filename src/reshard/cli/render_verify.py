@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from reshard.api import Comparison, TensorDifference
 from reshard.cli.blocks import Block, Tone, lines, table
 from reshard.cli.units import counted, format_bytes, format_count, format_shape
+
+if TYPE_CHECKING:
+    from reshard.api import Comparison, TensorDifference
 
 SHOWN_DIFFERENCES = 20
 _SIDES = {"left": "CKPT", "right": "OUT"}

@@ -33,6 +33,7 @@ from reshard.execution.replicas import (
     same_bits,
 )
 from reshard.execution.sources import SourceFiles
+from reshard.formats.checkpoint import COMPARED_EXTRAS
 from reshard.formats.torch_archive import same_value, short_repr
 from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_map
 
@@ -185,7 +186,7 @@ def compare(
         tensors=len(shared),
         nbytes=sum(left.tensors[key].nbytes for key in shared),
         scalars=len(left.scalars.keys() & right.scalars.keys()),
-        extras=len(left.extras.keys() & right.extras.keys()),
+        extras=len(_shared_extras(left, right)),
         states=tuple(pair.totals()),
         differences=tuple(sorted((*unlike, *pair.differences()), key=lambda found: found.key)),
         values=tuple(_values(left, right)),
@@ -217,7 +218,7 @@ def _values(left: Checkpoint, right: Checkpoint) -> Iterator[ValueDifference]:
         if ours is None or theirs is None or not _same_number(ours.value, theirs.value):
             texts = ("missing" if side is None else repr(side.value) for side in (ours, theirs))
             yield ValueDifference(f"{key[1]} of {key[0]}", *texts)
-    for name in sorted(left.extras.keys() & right.extras.keys()):
+    for name in _shared_extras(left, right):
         mine, other = left.extras[name].value, right.extras[name].value
         if not same_value(mine, other):
             yield ValueDifference(name, short_repr(mine), short_repr(other))
@@ -226,6 +227,11 @@ def _values(left: Checkpoint, right: Checkpoint) -> Iterator[ValueDifference]:
 def _same_number(left: float, right: float) -> bool:
     """Whether two scalars have the same value; a file may keep 3 as 3.0."""
     return left == right or (left != left and right != right)  # noqa: PLR0124 - NaN is NaN
+
+
+def _shared_extras(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Extras that both sides have and that no topology changes."""
+    return [name for name in COMPARED_EXTRAS if name in left.extras and name in right.extras]
 
 
 @dataclass(slots=True)

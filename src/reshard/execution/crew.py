@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from reshard.execution.buffers import Workspace
@@ -69,10 +70,32 @@ class Crew:
         BaseException
             The first error of a worker, or the interrupt of the caller.
         """
+        makers = [partial(work_for, space) for space in self.spaces]
+        self._work(tasks, makers, total=total, what=what)
+
+    def each(
+        self,
+        tasks: Iterable[Task],
+        work: Callable[[Task], int],
+        *,
+        threads: int,
+        total: int,
+        what: str,
+    ) -> None:
+        """Do tasks that need no buffers, in so many threads; otherwise as :meth:`run`."""
+        self._work(tasks, [lambda: work] * threads, total=total, what=what)
+
+    def _work(
+        self,
+        tasks: Iterable[Task],
+        makers: Sequence[Callable[[], Callable[[Task], int]]],
+        *,
+        total: int,
+        what: str,
+    ) -> None:
         shift = _Shift(iter(tasks))
         threads = [
-            threading.Thread(target=shift.work, args=(work_for, space), daemon=True)
-            for space in self.spaces
+            threading.Thread(target=shift.work, args=(maker,), daemon=True) for maker in makers
         ]
         try:
             for thread in threads:
@@ -105,12 +128,10 @@ class _Shift(Generic[Task]):
         self.done = 0
         self.error: BaseException | None = None
 
-    def work(
-        self, work_for: Callable[[Workspace], Callable[[Task], int]], space: Workspace
-    ) -> None:
+    def work(self, maker: Callable[[], Callable[[Task], int]]) -> None:
         """What one thread does."""
         try:
-            work = work_for(space)
+            work = maker()
             while not self._stopped:
                 with self._lock:
                     task = next(self._tasks, None)

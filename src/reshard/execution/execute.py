@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -32,13 +31,14 @@ from reshard.execution.audit import verified
 from reshard.execution.blocks import Task, reading_order
 from reshard.execution.buffers import LARGEST_BLOCK, Workspace, workspaces
 from reshard.execution.crew import Crew, Progress
+from reshard.execution.durable import SYNC_THREADS, sync_file, sync_folder
 from reshard.execution.gather import Gatherer
 from reshard.execution.journal import Journal, JournalContent, Records
 from reshard.execution.manifest import MANIFEST_NAME, manifest_text
 from reshard.execution.output import Builder, Output, output_error
 from reshard.execution.replicas import Filler, ReplicaFinding, ReplicaLedger, RouteIndexes
 from reshard.execution.sources import SourceFiles
-from reshard.execution.staging import Staging, staging_path, sync_folder
+from reshard.execution.staging import Staging, staging_path
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -84,7 +84,7 @@ class Budget:
     fsync: bool
 
 
-def execute(
+def execute(  # noqa: PLR0913 - keyword-only, and each is a decision of the caller
     plan: Plan,
     destination: str | os.PathLike[str],
     *,
@@ -228,7 +228,7 @@ class _Run:
         journal = Journal(self.staging.journal_path)
         try:
             if found is None:
-                journal.begin(*identity)
+                journal.begin(*identity, fsync=self.budget.fsync)
             self.stage("journal")
             records = self._prepared(found)
             kept = len(records.slots)
@@ -261,7 +261,14 @@ class _Run:
 
     def _fill(self, journal: Journal, records: Records) -> None:
         sizes = len(self.crew.spaces[0].block)
-        output = Output(self.plan, self.staging.data, journal, records, min(sizes, LARGEST_BLOCK))
+        output = Output(
+            self.plan,
+            str(self.staging.data),
+            journal,
+            records,
+            small=min(sizes, LARGEST_BLOCK),
+            fsync=self.budget.fsync,
+        )
         indexes = RouteIndexes()
         names = [source.name for source in self.plan.sources]
 
@@ -295,9 +302,9 @@ class _Run:
     def _sync(self) -> None:
         data = self.staging.data
         paths = [data / file.path for file in self.plan.files]
-        self.crew.run(
-            [*paths, data / MANIFEST_NAME], lambda _: _sync_file, total=len(paths) + 1, what="sync"
-        )
+        total = sum(file.size for file in self.plan.files)
+        self.crew.each(paths, sync_file, threads=SYNC_THREADS, total=total, what="sync")
+        sync_file(data / MANIFEST_NAME)
         for folder in (*(data / name for name in place.folders_of(self.plan)), data):
             sync_folder(folder)
         sync_folder(self.staging.folder)
@@ -318,12 +325,3 @@ class _Run:
             sum(file.size for file in self.plan.files),
             self.ledger.findings(),
         )
-
-
-def _sync_file(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return 1

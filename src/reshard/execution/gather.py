@@ -87,6 +87,10 @@ class Gatherer:
         self._reader = reader
         self._scratch = scratch
 
+    def with_scratch(self, scratch: memoryview) -> Gatherer:
+        """A gatherer of the same files with other room."""
+        return Gatherer(self._reader, scratch)
+
     def gather(
         self,
         moves: Iterator[Move],

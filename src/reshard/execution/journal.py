@@ -60,9 +60,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def begin(self, plan: str, sources: str) -> None:
-        """Write the first line."""
+    def begin(self, plan: str, sources: str, *, fsync: bool) -> None:
+        """Write the first line; once it is durable the folder is known to be ours."""
         self._append([[JOURNAL_FORMAT, plan, sources]])
+        if fsync:
+            os.fsync(self._handle)
 
     def finished(self, file: int, slots: dict[int, SlotRecord], rest: str | None) -> None:
         """Note finished slots of a file and, when it is finished itself, the rest's digest."""

@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ import xxhash
 from reshard.errors import OutputError
 from reshard.execution.blocks import Part, Task, leaves_of, parts_of, tasks_of
 from reshard.execution.digests import digest_of
+from reshard.execution.durable import start_writing
 from reshard.execution.journal import Journal, Records, SlotRecord
 from reshard.execution.stream import Leaves, stream
 from reshard.formats.torch_archive import crc32, crc32_combine
@@ -115,22 +115,25 @@ class Output:
         What an earlier run finished; it is not touched.
     small
         Files of at most so many bytes are built in memory.
+    fsync
+        Whether the system is told to begin writing to the disk what is finished.
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, journal: Journal, kept: Records, small: int
+        self, plan: Plan, folder: str, journal: Journal, kept: Records, *, small: int, fsync: bool
     ) -> None:
         self.plan = plan
         self.records = kept
+        self.fsync = fsync
         self._folder = folder
         self._journal = journal
         self._small = small
         self._open: dict[int, _OpenFile] = {}
         self._lock = threading.Lock()
 
-    def path(self, file: int) -> Path:
+    def path(self, file: int) -> str:
         """Where a file is built."""
-        return self._folder / self.plan.files[file].path
+        return f"{self._folder}/{self.plan.files[file].path}"
 
     def tasks(self, order: Sequence[int]) -> Iterator[Task]:
         """The tasks of all files that are not finished, file by file."""
@@ -169,6 +172,8 @@ class Output:
             os.ftruncate(handle, planned.size)
             for offset, data in planned.literals:
                 write_all(handle, data, offset)
+            for number, record in kept.items():
+                _patch(handle, planned.slots[number], record)
         except OSError as error:
             raise output_error(error, planned.path) from error
 
@@ -193,8 +198,7 @@ class Output:
                 return
         planned = self.plan.files[task.file].slots[number]
         record = slot_record(planned, _joined(slot), slot.leaves)
-        for offset in planned.crc_offsets:
-            write_all(opened.handle, record.crc.to_bytes(4, "little"), offset)
+        _patch(opened.handle, planned, record)
         self._journal.finished(task.file, {number: record}, None)
         with self._lock:
             opened.records[number] = record
@@ -238,6 +242,12 @@ def _joined(slot: _OpenSlot) -> int:
     for task in slot.tasks:
         crc = crc32_combine(crc, slot.crcs[task.number], task.nbytes)
     return crc
+
+
+def _patch(handle: int, slot: PlannedSlot, record: SlotRecord) -> None:
+    """Write the checksum of a finished slot wherever its file wants it."""
+    for offset in slot.crc_offsets:
+        write_all(handle, record.crc.to_bytes(4, "little"), offset)
 
 
 def slot_record(slot: PlannedSlot, crc: int, leaves: Leaves) -> SlotRecord:
@@ -306,6 +316,8 @@ class Builder:
         for offset, data in stream(task.parts, self._produce, self._block, leaves):
             crc = crc32(data, crc)
             write_all(handle, data, slot.offset + offset)
+        if self._output.fsync and task.parts:
+            start_writing(handle, slot.offset + task.parts[0].start, task.nbytes)
         self._output.task_done(task, crc, leaves, self._spare)
         return task.nbytes
 
@@ -325,6 +337,8 @@ class Builder:
         handle = os.open(self._output.path(file), CREATE | os.O_TRUNC, 0o644)
         try:
             write_all(handle, image, 0)
+            if self._output.fsync:
+                start_writing(handle, 0, planned.size)
         finally:
             os.close(handle)
         self._output.file_done(file, records, state.hexdigest())

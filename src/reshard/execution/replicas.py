@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from reshard.errors import ReplicaMismatchError, UnsupportedError
 from reshard.execution.gather import Gatherer, MoveIndex, strided
+from reshard.execution.rounding import round_into
 from reshard.planning.moves import cut
 
 if TYPE_CHECKING:
@@ -181,15 +182,39 @@ class Filler:
         self._policy = policy
         self._ledger = ledger
         self._names = names
+        # While a fill is rounded, one half of the scratch holds its elements as they are stored.
+        half = len(space.scratch) // 2
+        self._raw = space.scratch[: min(half, len(space.twin))]
+        self._halved = gatherer.with_scratch(space.scratch[half:])
 
     def fill(self, fill: PlannedFill, start: int, stop: int, out: memoryview) -> None:
         """Write elements `[start, stop)` of a fill to ``out`` and compare the replicas."""
+        if fill.stored is not None:
+            self._fill_rounded(fill, fill.stored, start, stop, out)
+            return
         moves, checks = self._indexes.of(fill.route)
         self._gatherer.gather(moves.within(start, stop), fill.places, fill.dtype, start, out)
         if checks.moves and not self._agrees(fill, checks, start, stop, out):
             if self._policy == REFUSE:
                 raise self._surveyed(fill).error()
             self._ledger.add(self._examined(fill, start, stop, out))
+
+    def _fill_rounded(
+        self, fill: PlannedFill, stored: DType, start: int, stop: int, out: memoryview
+    ) -> None:
+        """Fill step by step as stored, replicas compared, and round each step to its place."""
+        exact = replace(fill, dtype=stored, stored=None)
+        item, step = fill.dtype.itemsize, len(self._raw) // stored.itemsize
+        whole, self._gatherer = self._gatherer, self._halved
+        try:
+            for low in range(start, stop, step):
+                high = min(low + step, stop)
+                raw = self._raw[: (high - low) * stored.itemsize]
+                self.fill(exact, low, high, raw)
+                place = out[(low - start) * item : (high - start) * item]
+                round_into(raw, stored, place, fill.dtype)
+        finally:
+            self._gatherer = whole
 
     def _agrees(
         self, fill: PlannedFill, checks: MoveIndex, start: int, stop: int, out: memoryview

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import OutputError
+from reshard.execution.durable import sync_folder
 from reshard.execution.journal import JournalContent, read_journal
 from reshard.execution.output import output_error
 
@@ -49,15 +50,6 @@ def staging_path(destination: Path) -> Path:
     '.step3_universal.reshard'
     """
     return destination.parent / f".{destination.name}.reshard"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Staging:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.errors import UnsupportedError
+from reshard.errors import InvalidMapError, UnsupportedError
 from reshard.formats.checkpoint import Region
 from reshard.formats.torch_archive import TensorRecord
 from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
@@ -91,9 +91,24 @@ class Assembler:
         composed = self.made.get(key)
         if composed is None:
             composed = _compose(outer, geometry)
-            composed.validate(name)
+            # The map may leave elements of shards out (padding), but none of the tensor.
+            composed.validate(name, partial=True)
+            _refuse_holes(name, composed)
             self.made[key] = composed
         return Located(composed, regions)
+
+
+def _refuse_holes(name: str, composed: ParamAffineMap) -> None:
+    holes = composed.uncovered_offsets()
+    if holes:
+        raise InvalidMapError(
+            "an element of the parameter is in none of the files",
+            broken="P1",
+            offset=holes[0].start,
+            parameter=name,
+            expected=f"{composed.numel} elements",
+            found=composed.numel - sum(map(len, holes)),
+        )
 
 
 def _compose(

@@ -42,7 +42,7 @@ COMPARED_EXTRAS = (
     "random_ltd",
     "client_state",
 )
-"""Extras that say the same in every format and topology: two checkpoints of one run have them equal.
+"""Extras that say the same in every format and topology, so one run has one value of each.
 
 The others (`ds_config`, `universal_checkpoint_info`, `groups`, …) speak of the topology."""
 

@@ -80,12 +80,13 @@ class DType:
 def _ml_dtype(name: str) -> type[np.generic]:
     try:
         import ml_dtypes
-    except ImportError as missing:
+
+        found: type[np.generic] = getattr(ml_dtypes, name)
+    except (ImportError, AttributeError) as missing:
         raise UnsupportedError(
             f"elements of type {name} cannot be shown or computed with without ml_dtypes",
-            next_step="pip install ml_dtypes",
+            next_step="pip install --upgrade ml_dtypes",
         ) from missing
-    found: type[np.generic] = getattr(ml_dtypes, name)
     return found
 
 

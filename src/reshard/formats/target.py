@@ -29,13 +29,16 @@ class Fill:
     key
         Which tensor state of the source.
     dtype
-        Element type in the slot; the planner refuses it when it differs from the source's.
+        Element type in the slot; the planner refuses it when it differs from the source's, unless
+        ``cast`` is set.
     map
         Target map `M_t` from the logical tensor.
     rank
         The rank of `map` whose shard lies here.
     offset
         First byte of that shard inside the slot.
+    cast
+        Whether floating-point elements are rounded to ``dtype``, to nearest, ties to even.
     """
 
     key: TensorKey
@@ -43,6 +46,7 @@ class Fill:
     map: ParamAffineMap
     rank: int
     offset: int = 0
+    cast: bool = False
 
 
 @dataclass(frozen=True, slots=True)

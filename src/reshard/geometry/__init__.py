@@ -10,27 +10,52 @@ from reshard.geometry.affine_map import (
     maps_from_document,
     maps_to_document,
 )
+from reshard.geometry.algebra import (
+    canonicalise,
+    coalesce,
+    follow,
+    intersect,
+    invert,
+    restrict,
+)
+from reshard.geometry.balance import Balance
+from reshard.geometry.balancing import balance_of
 from reshard.geometry.composition import alternates, compose
 from reshard.geometry.nesting import cut_flat_range, locate, nest
 from reshard.geometry.piece import AffinePiece
-from reshard.geometry.plan import Segment, TransferPlan
-from reshard.geometry.replicas import lowest_rank, same_rank_first
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.plan import Segment, SegmentTable, TransferPlan
+from reshard.geometry.replicas import Choose, balanced, lowest_rank, same_rank_first
+from reshard.geometry.tables import LinkTable
 from reshard.geometry.trace import trace_map
 
 __all__ = [
     "SCALE_POWER",
     "AffinePiece",
+    "Balance",
+    "Choose",
+    "LinkTable",
     "ParamAffineMap",
+    "PieceTable",
     "Segment",
+    "SegmentTable",
     "TransferPlan",
     "alternates",
+    "balance_of",
+    "balanced",
+    "canonicalise",
+    "coalesce",
     "compose",
     "cut_flat_range",
+    "follow",
+    "intersect",
+    "invert",
     "locate",
     "lowest_rank",
     "maps_from_document",
     "maps_to_document",
     "nest",
+    "restrict",
     "same_rank_first",
     "trace_map",
 ]

@@ -9,6 +9,9 @@ choosing one.
 A map is a value: frozen, hashable, equal by its pieces as they are listed. ``canonical()`` gives
 the spelling that equal relations share. ``validate()`` proves the properties that composition
 relies on; a map that is only held, printed or written need not be valid.
+
+Maps that were computed hold their pieces as columns (:class:`PieceTable`); the piece objects are
+made when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-from reshard.errors import InvalidMapError, ReplicaMismatchError, ScaledStateError, UsageError
-from reshard.geometry import validation
-from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, scaled, strided
+from reshard.errors import InvalidMapError, UsageError
+from reshard.geometry import movement, validation
+from reshard.geometry.buffers import Tensor
 from reshard.geometry.document import read_entry, read_params, write_entry, write_params
+from reshard.geometry.folding import fold_table
+from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import as_index, as_indices, numel, row_major_strides
 from reshard.geometry.links import Link, from_source, make_link, meet
+from reshard.geometry.matching import matched
 from reshard.geometry.piece import AffinePiece
-from reshard.geometry.pieces import canonical_pieces, piece_of, turned
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.tables import Ints, LinkTable, classes_of, starts_of
 
 SCALE_POWER: Mapping[str, int] = MappingProxyType({"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2})
 """The power of a piece's scale by which a shard holds each state of Adam (§2.1)."""
@@ -64,12 +71,13 @@ class ParamAffineMap:
     [[2, 3], [6, 7]]
     """
 
-    __slots__ = ("_hash", "_pieces", "_shapes", "logical_shape")
+    __slots__ = ("_hash", "_pieces", "_shapes", "_table", "logical_shape")
 
     logical_shape: tuple[int, ...]
     _shapes: dict[int, tuple[int, ...]]
-    _pieces: dict[int, tuple[AffinePiece, ...]]
-    _hash: int
+    _pieces: dict[int, tuple[AffinePiece, ...]] | None
+    _table: PieceTable | None
+    _hash: int | None
 
     def __init__(
         self,
@@ -77,19 +85,38 @@ class ParamAffineMap:
         shard_shapes: Mapping[int, Sequence[int]],
         pieces_by_rank: Mapping[int, Sequence[AffinePiece]],
     ) -> None:
-        put = object.__setattr__
+        self._set_shapes(logical_shape, shard_shapes)
+        stray = sorted(rank for rank in pieces_by_rank if rank not in self._shapes)
+        if stray:
+            raise InvalidMapError("pieces of a rank without a shard", broken="form", ranks=stray)
+        pieces = {rank: tuple(pieces_by_rank.get(rank, ())) for rank in self._shapes}
+        object.__setattr__(self, "_pieces", pieces)
+        object.__setattr__(self, "_table", None)
+
+    def _set_shapes(
+        self, logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]]
+    ) -> None:
         shapes = {
             as_index(rank, "rank"): as_indices(shape, "shard_shape")
             for rank, shape in shard_shapes.items()
         }
-        stray = sorted(rank for rank in pieces_by_rank if rank not in shapes)
-        if stray:
-            raise InvalidMapError("pieces of a rank without a shard", broken="form", ranks=stray)
-        ranks = sorted(shapes)
-        put(self, "logical_shape", as_indices(logical_shape, "logical_shape"))
-        put(self, "_shapes", {rank: shapes[rank] for rank in ranks})
-        put(self, "_pieces", {rank: tuple(pieces_by_rank.get(rank, ())) for rank in ranks})
-        put(self, "_hash", hash((self.logical_shape, *self._shapes.items(), *self._pieces.items())))
+        object.__setattr__(self, "logical_shape", as_indices(logical_shape, "logical_shape"))
+        object.__setattr__(self, "_shapes", {rank: shapes[rank] for rank in sorted(shapes)})
+        object.__setattr__(self, "_hash", None)
+
+    @classmethod
+    def from_table(
+        cls,
+        logical_shape: Sequence[int],
+        shard_shapes: Mapping[int, Sequence[int]],
+        table: PieceTable,
+    ) -> ParamAffineMap:
+        """Return the map of pieces that are given as columns, which are trusted as they are."""
+        made = cls.__new__(cls)
+        made._set_shapes(logical_shape, shard_shapes)
+        object.__setattr__(made, "_pieces", None)
+        object.__setattr__(made, "_table", table)
+        return made
 
     # -- the value ---------------------------------------------------------------------------
 
@@ -102,29 +129,50 @@ class ParamAffineMap:
         if not isinstance(other, ParamAffineMap):
             return NotImplemented
         return (
-            self._hash == other._hash
+            hash(self) == hash(other)
             and self.logical_shape == other.logical_shape
             and self._shapes == other._shapes
-            and self._pieces == other._pieces
+            and self._owned() == other._owned()
         )
 
     def __hash__(self) -> int:
-        return self._hash
+        if self._hash is None:
+            table = self.table
+            # Cheap and the same however the map is held: shapes, and sums over the pieces.
+            sums = (int(column.sum()) for column in (table.link.near, table.link.far))
+            value = hash((self.logical_shape, *self._shapes.items(), len(table), *sums))
+            object.__setattr__(self, "_hash", value)
+        return self._hash  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ParamAffineMap, (self.logical_shape, self._shapes, self._pieces)
+        return ParamAffineMap, (self.logical_shape, self._shapes, self._owned())
 
     def __repr__(self) -> str:
-        return f"ParamAffineMap({self.logical_shape!r}, {self._shapes!r}, {self._pieces!r})"
+        return f"ParamAffineMap({self.logical_shape!r}, {self._shapes!r}, {self._owned()!r})"
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.logical_shape)) or "scalar"
         lines = [f"{shape} over {len(self._shapes)} ranks"]
-        for rank, pieces in self._pieces.items():
+        for rank, pieces in self._owned().items():
             shard = "×".join(map(str, self._shapes[rank])) or "scalar"
             text = "; ".join(map(str, pieces)) or "nothing"
             lines.append(f"  {rank} ({shard}): {text}")
         return "\n".join(lines)
+
+    def _owned(self) -> dict[int, tuple[AffinePiece, ...]]:
+        """Return the pieces of each rank, made from the table on the first call."""
+        if self._pieces is None:
+            made = self.table.pieces()
+            pieces = {rank: tuple(made.get(rank, ())) for rank in self._shapes}
+            object.__setattr__(self, "_pieces", pieces)
+        return self._pieces  # type: ignore[return-value]
+
+    @property
+    def table(self) -> PieceTable:
+        """The non-empty pieces as columns."""
+        if self._table is None:
+            object.__setattr__(self, "_table", PieceTable.of(self._owned()))
+        return self._table  # type: ignore[return-value]
 
     @property
     def shard_shapes(self) -> Mapping[int, tuple[int, ...]]:
@@ -134,7 +182,7 @@ class ParamAffineMap:
     @property
     def pieces_by_rank(self) -> Mapping[int, tuple[AffinePiece, ...]]:
         """Pieces of each rank, ranks ascending; a rank without pieces has ``()``."""
-        return MappingProxyType(self._pieces)
+        return MappingProxyType(self._owned())
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -148,12 +196,12 @@ class ParamAffineMap:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether some piece has a scale other than 1."""
-        return any(piece.scale != 1.0 for _, piece in self.pieces())
+        """Whether some non-empty piece has a scale other than 1."""
+        return bool((self.table.scale != 1.0).any())
 
     def pieces(self) -> Iterator[tuple[int, AffinePiece]]:
         """Yield every rank and piece, ranks ascending."""
-        for rank, owned in self._pieces.items():
+        for rank, owned in self._owned().items():
             for piece in owned:
                 yield rank, piece
 
@@ -175,9 +223,9 @@ class ParamAffineMap:
         InvalidMapError
             Its attributes say which property is broken, by which ranks, piece and offset.
         """
-        validation.check_bounds(self.numel, self._shapes, self._pieces, parameter)
-        validation.check_written_once(self._shapes, self._pieces, parameter, partial=partial)
-        validation.check_holders(self.numel, self._pieces, parameter, partial=partial)
+        validation.prove(
+            validation.Subject(self.numel, self._shapes, self.table, parameter, partial)
+        )
 
     def uncovered_offsets(self) -> list[range]:
         """Return the elements of ``F`` that no rank holds, as maximal ranges, ascending.
@@ -186,8 +234,7 @@ class ParamAffineMap:
         >>> ParamAffineMap((2, 4), {0: (2, 2)}, {0: [piece]}).uncovered_offsets()
         [range(2, 4), range(6, 8)]
         """
-        links = [from_source(piece) for _, piece in self.pieces() if piece.numel]
-        return validation.holes(links, self.numel)
+        return gaps(self.table.link, self.numel)
 
     def holders(self, offset: int) -> tuple[int, ...]:
         """Return the ranks whose shards hold one element of ``F``, ascending.
@@ -199,22 +246,26 @@ class ParamAffineMap:
         """
         if not 0 <= offset < self.numel:
             raise UsageError("no such element", expected=f"0 … {self.numel - 1}", found=offset)
+        link = self.table.link
+        near = np.flatnonzero((link.near <= offset) & (offset < link.near_stop()))
         point = Link(offset, 0, ())
-        found = {
-            rank
-            for rank, piece in self.pieces()
-            if piece.numel and piece.source_offset <= offset < piece.source_stop
-            if meet(from_source(piece), point)
-        }
-        return tuple(sorted(found))
+        touched = [meet(one, point) for one in link.take(near).links()]
+        ranks = self.table.rank[near].tolist()
+        return tuple(sorted({rank for rank, hit in zip(ranks, touched, strict=True) if hit}))
 
     def canonical(self) -> ParamAffineMap:
         """Return the same relation in its canonical form: maximally merged and folded.
 
         Empty pieces are dropped, others merged within each rank, set of locations and scale.
         """
-        pieces = {rank: canonical_pieces(owned) for rank, owned in self._pieces.items()}
-        return ParamAffineMap(self.logical_shape, self._shapes, pieces)
+        table = self.table
+        return folded_map(
+            self.logical_shape,
+            self._shapes,
+            PieceTable(
+                table.rank, table.index, table.link.turned(), table.scale, table.place, table.holders
+            ),
+        )
 
     # -- restriction -------------------------------------------------------------------------
 
@@ -235,17 +286,17 @@ class ParamAffineMap:
                 "no such range", dim=dim, expected=f"inside {shape}", found=(start, length)
             )
         small = (*shape[:dim], length, *shape[dim + 1 :])
-        window = make_link(
-            start * row_major_strides(shape)[dim],
-            0,
-            zip(small, row_major_strides(shape), row_major_strides(small), strict=True),
+        strides = row_major_strides(shape)
+        window = zip(small, strides, row_major_strides(small), strict=True)
+        windows = [make_link(start * strides[dim], 0, window)] if 0 not in small else []
+        table = self.table
+        found = matched(table.link, LinkTable.of(windows))
+        part = table.take(found.first)
+        return folded_map(
+            small,
+            self._shapes,
+            PieceTable(part.rank, part.index, found.link, part.scale, part.place, part.holders),
         )
-        pieces: dict[int, list[AffinePiece]] = {rank: [] for rank in self._shapes}
-        if 0 not in small:
-            for rank, piece in self.pieces():
-                if piece.numel:
-                    pieces[rank] += _windowed(piece, window)
-        return ParamAffineMap(small, self._shapes, pieces)
 
     # -- movement ----------------------------------------------------------------------------
 
@@ -268,16 +319,7 @@ class ParamAffineMap:
         ScaledStateError
             When a scaled piece would have to scale an optimizer state.
         """
-        self._refuse_scaled_state(scale_power)
-        if rank not in self._shapes:
-            raise UsageError("no such rank", rank=rank, expected=list(self.ranks))
-        bits = self._flat(full, self.numel, "the full tensor", None)
-        shard = np.zeros(numel(self._shapes[rank]), bits.dtype)
-        for piece in self._pieces[rank]:
-            source = strided(bits, piece.source_offset, piece.shape, piece.source_strides)
-            dest = strided(shard, piece.dest_offset, piece.shape, piece.dest_strides)
-            dest[...] = _rescaled(full, source, piece, scale_power, divide=False)
-        return like(full, shard, self._shapes[rank])
+        return movement.extract(self, full, rank, scale_power)
 
     def rebuild(self, shards: Mapping[int, Tensor], scale_power: int = 1) -> Tensor:
         """Return the full tensor, put together from shards.
@@ -303,99 +345,13 @@ class ParamAffineMap:
         ScaledStateError
             When a scaled piece would have to scale an optimizer state.
         """
-        self._refuse_scaled_state(scale_power)
-        first, bits = self._shard_bits(shards)
-        self._refuse_holes(bits)
-        full = np.zeros(self.numel, bits[next(iter(bits))].dtype)
-        for rank, piece, dest in self._views(bits):
-            strided(full, piece.source_offset, piece.shape, piece.source_strides)[...] = dest
-        self._compare(full, bits)
-        if not self.is_scaled:
-            return like(first, full, self.logical_shape)
-        unscaled = full.copy()
-        for _, piece, dest in self._views(bits):
-            target = strided(unscaled, piece.source_offset, piece.shape, piece.source_strides)
-            target[...] = _rescaled(first, dest, piece, scale_power, divide=True)
-        return like(first, unscaled, self.logical_shape)
-
-    def _refuse_scaled_state(self, scale_power: int) -> None:
-        if scale_power not in (0, 1) and self.is_scaled:
-            raise ScaledStateError(
-                "a scaled optimizer state cannot be moved alone: Adam's lr and eps live in the"
-                " scaled coordinate too",
-                found=f"scale ** {scale_power}",
-                next_step="convert the parameter only, or start its optimizer state anew",
-            )
-
-    def _flat(self, tensor: Tensor, size: int, name: str, rank: int | None) -> Bits:
-        bits = flat_bits(tensor)
-        if bits.size != size:
-            raise UsageError(
-                f"{name} has another number of elements", rank=rank, expected=size, found=bits.size
-            )
-        return bits
-
-    def _shard_bits(self, shards: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Bits]]:
-        unknown = sorted(set(shards) - set(self._shapes))
-        if unknown or not shards:
-            raise UsageError(
-                "shards do not fit the map", expected=list(self.ranks), found=list(shards)
-            )
-        first = next(iter(shards.values()))
-        bits = {}
-        for rank in sorted(shards):
-            if str(shards[rank].dtype) != str(first.dtype):
-                raise UsageError(
-                    "shards differ in dtype", rank=rank, expected=first.dtype, found=shards[rank].dtype
-                )
-            bits[rank] = self._flat(shards[rank], numel(self._shapes[rank]), "the shard", rank)
-        return first, bits
-
-    def _refuse_holes(self, bits: Mapping[int, Bits]) -> None:
-        links = [from_source(p) for rank, p in self.pieces() if rank in bits and p.numel]
-        holes = validation.holes(links, self.numel)
-        if holes:
-            raise InvalidMapError(
-                "an element of F is in none of the shards",
-                broken="P1",
-                offset=holes[0].start,
-                ranks=sorted(set(self._shapes) - set(bits)),
-                expected=self.numel,
-                found=self.numel - sum(map(len, holes)),
-                next_step="give the shards of the ranks named here too",
-            )
-
-    def _views(self, bits: Mapping[int, Bits]) -> Iterator[tuple[int, AffinePiece, Bits]]:
-        for rank, piece in self.pieces():
-            if rank in bits and piece.numel:
-                view = strided(bits[rank], piece.dest_offset, piece.shape, piece.dest_strides)
-                yield rank, piece, view
-
-    def _compare(self, full: Bits, bits: Mapping[int, Bits]) -> None:
-        """Compare every shard with what was written last, which finds any two that differ."""
-        held = sum(piece.numel for _, piece, _ in self._views(bits))
-        if held == self.numel:
-            return
-        for rank, piece, dest in self._views(bits):
-            written = strided(full, piece.source_offset, piece.shape, piece.source_strides)
-            differs = np.atleast_1d(written != dest)
-            if differs.any():
-                where = np.argwhere(differs)[0].tolist()[: len(piece.shape)]
-                offset = piece.source_offset + sum(
-                    i * s for i, s in zip(where, piece.source_strides, strict=True)
-                )
-                raise ReplicaMismatchError(
-                    "ranks hold different bits for the same element of F",
-                    ranks=[r for r in self.holders(offset) if r in bits],
-                    offset=offset,
-                    found=f"offset {offset}, {int(differs.sum())} elements of rank {rank}",
-                )
+        return movement.rebuild(self, shards, scale_power)
 
     # -- documents ---------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, object]:
         """Return the map as the plain scalars and lists of §6.2."""
-        return write_entry((self.logical_shape, self._shapes, self._pieces))
+        return write_entry((self.logical_shape, self._shapes, self._owned()))
 
     @classmethod
     def from_dict(cls, entry: object, path: str = "map") -> ParamAffineMap:
@@ -409,29 +365,33 @@ class ParamAffineMap:
         return cls(*read_entry(entry, path))
 
 
-def _windowed(piece: AffinePiece, window: Link) -> list[AffinePiece]:
-    """Return the parts of a piece inside a window of ``F``, seen from the window."""
-    found = []
-    for part in meet(from_source(piece), window):
-        dims = [(n, f, g) for n, _, f, g in part.dims]
-        link = make_link(part.first, part.second, dims)
-        found.append(piece_of(link, piece.locations, piece.scale))
-    return found
-
-
-def _rescaled(
-    kind: Tensor, block: Bits, piece: AffinePiece, scale_power: int, *, divide: bool
-) -> Bits:
-    if piece.scale == 1.0 or scale_power == 0 or not block.size:
-        return block
-    packed = np.ascontiguousarray(block).reshape(-1)
-    values = like(kind, packed, (packed.size,))
-    return flat_bits(scaled(values, piece.scale**scale_power, divide=divide)).reshape(piece.shape)
+def folded_map(
+    logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]], table: PieceTable
+) -> ParamAffineMap:
+    """Return the canonical map of pieces whose links are seen from the shard (near the shard)."""
+    kinds = np.unique(table.scale)
+    scale = np.searchsorted(kinds, table.scale)
+    order, label = classes_of([table.rank, table.place, scale])
+    group = np.empty(len(order), np.int64)
+    group[order] = label
+    lead = order[starts_of(label)]
+    link, group = fold_table(table.link, group)
+    rows = lead[group]
+    order = np.lexsort((link.near, table.rank[rows]))
+    link, rows = link.take(order), rows[order]
+    rank = table.rank[rows]
+    index = np.arange(len(rank)) - np.searchsorted(rank, rank)
+    folded = PieceTable(
+        rank, index, link.turned().normalised(), table.scale[rows], table.place[rows], table.holders
+    )
+    return ParamAffineMap.from_table(logical_shape, shard_shapes, folded)
 
 
 def maps_to_document(maps: Mapping[str, ParamAffineMap]) -> dict[str, object]:
     """Return the whole document of §6.2, ``{"version": 1, "params": {pattern: map}}``."""
-    return write_params({p: (m.logical_shape, m._shapes, m._pieces) for p, m in maps.items()})
+    return write_params(
+        {p: (m.logical_shape, m.shard_shapes, m.pieces_by_rank) for p, m in maps.items()}
+    )
 
 
 def maps_from_document(document: object, *, validate: bool = False) -> dict[str, ParamAffineMap]:

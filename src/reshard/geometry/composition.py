@@ -1,7 +1,7 @@
 """Composition: ``M_t ∘ M_s⁻¹``, from the shards of one layout to those of another.
 
-Theory. Both maps describe the same ``F``. A source piece and a target piece share a block of
-``F`` (:func:`reshard.geometry.links.meet`); that block, seen from both shards, is a copy. ``F``
+Theory. Both maps describe the same ``F``. A source piece and a target piece share blocks of ``F``
+(:func:`reshard.geometry.matching.matched`); such a block, seen from both shards, is a copy. ``F``
 itself is never made. Three things keep the result small and sure:
 
 * of the holders of an element only one is read: the replica policy picks it per set of
@@ -9,29 +9,36 @@ itself is never made. Three things keep the result small and sure:
 * what a source rank holds twice is read once;
 * copies are grouped by pair of ranks and scale before they are folded.
 
-Geometrically equal pairs of maps, such as those of the layers of a model, are planned once.
+Every plan is proved before it is returned. Geometrically equal pairs of maps, such as those of
+the layers of a model, are planned once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
+
+import numpy as np
 
 from reshard.errors import CompositionError
 from reshard.geometry.affine_map import ParamAffineMap
-from reshard.geometry.folding import fold
-from reshard.geometry.index_math import numel
-from reshard.geometry.links import Link, from_source, make_link, meet
+from reshard.geometry.assembling import (
+    appended,
+    check_sizes,
+    filled,
+    folded_segments,
+    joined,
+    layers_of,
+    pairs_of,
+    segments_of,
+)
+from reshard.geometry.balancing import compose_balanced
+from reshard.geometry.matching import Matches, matched
 from reshard.geometry.notation import ranges_text
-from reshard.geometry.plan import Segment, TransferPlan, _target_link
-from reshard.geometry.refinement import Arrangement, layers
-from reshard.geometry.replicas import Choose, lowest_rank
-from reshard.geometry.validation import gaps
-
-Group = tuple[int, int, float, int]
-"""Target rank, source rank, scale, layer: what may be folded together."""
-Held = list[tuple[int, float, int, Link]]
-"""Source rank, scale, layer and link of blocks that can be read; a layer repeats no element."""
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.plan import SegmentTable, TransferPlan
+from reshard.geometry.refinement import Arrangement, names_once
+from reshard.geometry.replicas import Choose, balanced, lowest_rank
+from reshard.geometry.tables import Ints, concatenated
 
 
 def compose(
@@ -49,7 +56,8 @@ def compose(
         Valid maps of the same logical tensor (or views of it: only the number of elements must
         agree).
     choose
-        Replica policy ``(locations, target_rank) -> source rank``; hashable.
+        Replica policy ``(locations, target_rank) -> source rank``; hashable. With
+        :func:`~reshard.geometry.balanced` the busiest source rank gives as little as it can.
     partial
         Accept target elements that have no source; they are then named by ``plan.unfilled``.
 
@@ -74,19 +82,7 @@ def compose(
       0[8 + 4×1] → 1[0 + 4×1]
       1[0 + 12×1] → 1[4 + 12×1]
     """
-    return _compose(target, source, choose, partial)
-
-
-@lru_cache(maxsize=4096)
-def _compose(
-    target: ParamAffineMap, source: ParamAffineMap, choose: Choose, partial: bool
-) -> TransferPlan:
-    _check_sizes(target, source)
-    chosen = _Chosen(source, choose)
-    copies: dict[Group, list[Link]] = {}
-    for rank in target.ranks:
-        _copies(target, rank, chosen.for_target(rank), copies)
-    plan = _folded(target, source, copies)
+    plan = _compose(target, source, choose)
     if plan.unfilled and not partial:
         rank, holes = next(iter(plan.unfilled.items()))
         raise CompositionError(
@@ -96,6 +92,25 @@ def _compose(
             next_step="compose with partial=True to accept that",
         )
     return plan
+
+
+@lru_cache(maxsize=4096)
+def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> TransferPlan:
+    check_sizes(target, source)
+    if choose is balanced:
+        return compose_balanced(target, source)
+    table = source.table
+    segments = _chosen(target, table, choose)
+    if table.link.repeats() or not names_once(segments.link, segments.target_rank):
+        # Some source rank holds an element twice: read the first place only.
+        segments = _chosen(target, layers_of(source)[0], choose)
+    return filled(target, source, segments)
+
+
+def _chosen(target: ParamAffineMap, source: PieceTable, choose: Choose) -> SegmentTable:
+    chosen = _Choices(source, target.ranks, choose)
+    found = chosen.kept(target.table, matched(target.table.link, chosen.table.link))
+    return segments_of(target.table, chosen.table, found)
 
 
 def alternates(
@@ -108,134 +123,74 @@ def alternates(
     same pass. Segments have the form of a plan's; target elements repeat over holders, so the
     result does not :meth:`~TransferPlan.verify`.
     """
-    copies: dict[Group, list[Link]] = {}
-    held = _blocks(source)
-    for rank in target.ranks:
-        _copies(target, rank, held, copies)
-    taken: dict[Group, list[Link]] = {}
-    for segment in plan.segments:
-        group = (segment.target_rank, segment.source_rank, segment.scale, 0)
-        taken.setdefault(group, []).append(_target_link(segment))
-    left = {group: _without(links, taken.get(group, [])) for group, links in copies.items()}
-    segments = [s for group, links in left.items() for s in _segments(group, fold(links))]
-    return TransferPlan(source.shard_shapes, target.shard_shapes, _ordered(segments), {})
+    check_sizes(target, source)
+    copies = [
+        segments_of(target.table, held, matched(target.table.link, held.link))
+        for held in layers_of(source)
+    ]
+    found = [_without(copies[0], plan.table), *copies[1:]]
+    return TransferPlan.from_table(source.shard_shapes, target.shard_shapes, joined(found), {})
 
 
-def _check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
-    if target.numel != source.numel:
+class _Choices:
+    """What a replica policy answers: ``table`` has the source pieces that anybody reads."""
+
+    __slots__ = ("_answers", "_targets", "table")
+
+    def __init__(self, source: PieceTable, targets: tuple[int, ...], choose: Choose) -> None:
+        holders = source.holders
+        first = np.array([ranks[0] for ranks in holders], np.int64)
+        self._targets = np.array(targets, np.int64)
+        self._answers: dict[int, Ints] = {}
+        read = source.rank == first[source.place] if len(holders) else source.rank == -1
+        if choose is not lowest_rank:
+            for place, ranks in enumerate(holders):
+                if len(ranks) > 1:
+                    answers = np.array([_ask(choose, ranks, t) for t in targets], np.int64)
+                    self._answers[place] = answers
+                    mine = source.place == place
+                    read[mine] = np.isin(source.rank[mine], answers)
+        self.table = source.take(np.flatnonzero(read))
+
+    def kept(self, target: PieceTable, found: Matches) -> Matches:
+        """Return the matches that the policy allows."""
+        if not self._answers:
+            return found
+        place, rank = self.table.place[found.second], self.table.rank[found.second]
+        slot = np.searchsorted(self._targets, target.rank[found.first])
+        keep = np.ones(len(place), bool)
+        for one, answers in self._answers.items():
+            mine = np.flatnonzero(place == one)
+            keep[mine] = answers[slot[mine]] == rank[mine]
+        return found.take(np.flatnonzero(keep))
+
+
+def _ask(choose: Choose, locations: tuple[int, ...], rank: int) -> int:
+    answer = choose(locations, rank)
+    if answer not in locations:
         raise CompositionError(
-            "the maps describe tensors of different sizes",
-            expected=f"{target.numel} elements {target.logical_shape}",
-            found=f"{source.numel} elements {source.logical_shape}",
-            next_step="narrow one of them to what they share",
+            "the replica policy chose a rank that does not hold the element",
+            rank=answer,
+            expected=list(locations),
         )
+    return answer
 
 
-def _blocks(source: ParamAffineMap) -> Held:
-    groups: dict[tuple[int, float], list[Link]] = {}
-    for rank, piece in source.pieces():
-        if piece.numel:
-            groups.setdefault((rank, piece.scale), []).append(from_source(piece))
-    return [
-        (*group, depth, link)
-        for group, links in groups.items()
-        for depth, layer in enumerate(layers(links))
-        for link in layer
-    ]
-
-
-class _Chosen:
-    """The source blocks that a target rank reads, under a policy."""
-
-    __slots__ = ("_choose", "_known", "_locations", "_source")
-
-    def __init__(self, source: ParamAffineMap, choose: Choose) -> None:
-        self._source = source
-        self._choose = choose
-        self._locations = sorted({piece.locations for _, piece in source.pieces()})
-        self._known: dict[tuple[int, ...], Held] = {}
-
-    def for_target(self, rank: int) -> Held:
-        """Return blocks that together hold each element of the source once."""
-        answers = tuple([self._ask(locations, rank) for locations in self._locations])
-        if answers not in self._known:
-            self._known[answers] = self._held(dict(zip(self._locations, answers, strict=True)))
-        return self._known[answers]
-
-    def _ask(self, locations: tuple[int, ...], rank: int) -> int:
-        answer = self._choose(locations, rank)
-        if answer not in locations:
-            raise CompositionError(
-                "the replica policy chose a rank that does not hold the element",
-                rank=answer,
-                expected=list(locations),
-            )
-        return answer
-
-    def _held(self, answer: dict[tuple[int, ...], int]) -> Held:
-        groups: dict[tuple[int, float], list[Link]] = {}
-        for rank, piece in self._source.pieces():
-            if piece.numel and answer[piece.locations] == rank:
-                groups.setdefault((rank, piece.scale), []).append(from_source(piece))
-        return [(*group, 0, link) for group, links in groups.items() for link in layers(links)[0]]
-
-
-def _copies(
-    target: ParamAffineMap, rank: int, held: Held, copies: dict[Group, list[Link]]
-) -> None:
-    """Add the copies into the shard of one target rank, near side the target shard."""
-    for piece in target.pieces_by_rank[rank]:
-        if not piece.numel:
-            continue
-        link = from_source(piece)
-        start, stop = link.near, link.near_stop
-        for source_rank, scale, layer, other in held:
-            if other.near < stop and start < other.near_stop:
-                for part in meet(link, other):
-                    dims = [(n, f, g) for n, _, f, g in part.dims]
-                    group = (rank, source_rank, piece.scale / scale, layer)
-                    copies.setdefault(group, []).append(make_link(part.first, part.second, dims))
-
-
-def _folded(
-    target: ParamAffineMap, source: ParamAffineMap, copies: dict[Group, list[Link]]
-) -> TransferPlan:
-    segments = []
-    links: dict[int, list[Link]] = {}
-    for group, found in copies.items():
-        merged = fold(found)
-        segments += _segments(group, merged)
-        links.setdefault(group[0], []).extend(merged)
-    unfilled = {}
-    for rank, shape in target.shard_shapes.items():
-        size = numel(shape)
-        written = links.get(rank, [])
-        if sum(numel([n for n, _, _ in link.dims]) for link in written) < size:
-            unfilled[rank] = gaps(written, size)
-    return TransferPlan(source.shard_shapes, target.shard_shapes, _ordered(segments), unfilled)
-
-
-def _segments(group: Group, links: Iterable[Link]) -> Iterator[Segment]:
-    target_rank, source_rank, scale, _ = group
-    for near, far, dims in links:
-        shape, to, of = zip(*dims, strict=True) if dims else ((), (), ())
-        yield Segment(shape, source_rank, far, of, target_rank, near, to, scale)
-
-
-def _ordered(segments: list[Segment]) -> list[Segment]:
-    return sorted(segments, key=lambda s: (s.target_rank, s.target_offset, s.source_rank))
-
-
-def _without(links: list[Link], taken: list[Link]) -> list[Link]:
-    """Return the parts of some copies into one rank that a plan does not already make."""
-    if not taken:
-        return links
-    if fold(links) == fold(taken):
-        return []
-    arrangement = Arrangement([*links, *taken], [0] * len(links) + [1] * len(taken))
-    return [
-        part.link
-        for index in range(len(links))
-        for part in arrangement.parts(index)
-        if part.owners == {0}
-    ]
+def _without(copies: SegmentTable, taken: SegmentTable) -> SegmentTable:
+    """Return the parts of some copies that a plan does not already make."""
+    both, _ = pairs_of(appended([copies, taken]))
+    pair, made = both[: len(copies)], both[len(copies) :]
+    touched = np.isin(pair, made)
+    kept = copies.take(np.flatnonzero(~touched))
+    rows = np.flatnonzero(touched)
+    if not len(rows):
+        return kept
+    mine = copies.take(rows)
+    link = concatenated([mine.link, taken.link]).normalised()
+    owners = np.repeat([0, 1], [len(mine), len(taken)])
+    arrangement = Arrangement(link, owners, np.concatenate([pair[rows], made]))
+    parts, row, sets = arrangement.parts(np.arange(len(mine)))
+    alone = np.flatnonzero(sets.counts == 1)
+    left = mine.take(row[alone])
+    cut = SegmentTable(parts.take(alone), left.source_rank, left.target_rank, left.scale)
+    return joined([kept, folded_segments(cut)])

@@ -17,7 +17,9 @@ from reshard.geometry.piece import AffinePiece
 DOCUMENT_VERSION = 1
 """The version of the map document that is written, and the newest that is read."""
 
-Entry = tuple[tuple[int, ...], dict[int, tuple[int, ...]], dict[int, tuple[AffinePiece, ...]]]
+Entry = tuple[
+    tuple[int, ...], Mapping[int, tuple[int, ...]], Mapping[int, tuple[AffinePiece, ...]]
+]
 """Logical shape, shard shapes and pieces of one parameter."""
 
 

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from reshard.errors import InvalidMapError, UsageError
-from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.index_math import numel
-from reshard.geometry.links import Link, from_dest, from_source, make_link, meet
-from reshard.geometry.piece import AffinePiece
-from reshard.geometry.pieces import canonical_pieces, piece_of, turned
-from reshard.geometry.refinement import Arrangement, overlapping
+from reshard.geometry.links import from_dest, make_link, meet
+from reshard.geometry.matching import matched
+from reshard.geometry.piece import AffinePiece, trusted_piece
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.refinement import Arrangement, Groups, names_once
+from reshard.geometry.tables import Ints, LinkTable, concatenated
 
 
 def locate(
@@ -45,17 +49,28 @@ def locate(
     >>> print(found.pieces_by_rank[1][0])
     F[0 + 6×1] → [0 + 6×1] on 0,1
     """
-    listed = [
-        (rank, piece) for rank, owned in pieces_by_rank.items() for piece in owned if piece.numel
+    return _located(logical_shape, shard_shapes, PieceTable.of(pieces_by_rank))
+
+
+def _located(
+    logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]], table: PieceTable
+) -> ParamAffineMap:
+    parts, rows, owners = Arrangement(table.link, table.rank).parts()
+    place, holders = _interned(owners)
+    cut = table.take(rows)
+    exact = PieceTable(cut.rank, cut.index, parts.turned(), cut.scale, place, holders)
+    return folded_map(logical_shape, shard_shapes, exact)
+
+
+def _interned(owners: Groups) -> tuple[Ints, tuple[tuple[int, ...], ...]]:
+    """Return the number of each list among the distinct ones, and these."""
+    sets: dict[tuple[int, ...], int] = {}
+    items, start = owners.items.tolist(), owners.start.tolist()
+    place = [
+        sets.setdefault(tuple(items[a:b]), len(sets))
+        for a, b in zip(start[:-1], start[1:], strict=True)
     ]
-    links = [from_source(piece) for _, piece in listed]
-    arrangement = Arrangement(links, [rank for rank, _ in listed])
-    pieces: dict[int, list[AffinePiece]] = {rank: [] for rank in shard_shapes}
-    for index, (rank, piece) in enumerate(listed):
-        for part in arrangement.parts(index):
-            pieces[rank].append(piece_of(turned(part.link), part.owners, piece.scale))
-    folded = {rank: canonical_pieces(owned) for rank, owned in pieces.items()}
-    return ParamAffineMap(logical_shape, shard_shapes, folded)
+    return np.array(place, np.int64), tuple(sets)
 
 
 def nest(outer: ParamAffineMap, inner: Mapping[int, ParamAffineMap]) -> ParamAffineMap:
@@ -91,34 +106,55 @@ def nest(outer: ParamAffineMap, inner: Mapping[int, ParamAffineMap]) -> ParamAff
       1 (3): F[9] → [0] on 1; F[12 + 2×1] → [1 + 2×1] on 1
     """
     shapes: dict[int, tuple[int, ...]] = {}
-    pieces: dict[int, list[AffinePiece]] = {}
     for rank, cut in inner.items():
         _check_nested(outer, rank, cut, shapes)
         shapes.update(cut.shard_shapes)
-        below = [
-            (holder, piece, from_source(piece)) for holder, piece in cut.pieces() if piece.numel
-        ]
-        for holder in cut.ranks:
-            pieces[holder] = []
-        for piece in outer.pieces_by_rank[rank]:
-            if piece.numel:
-                for holder, held, link in below:
-                    pieces[holder] += _through(piece, held, link)
+    table = _joined(outer, inner)
     if _holds_once(outer):
-        folded = {holder: canonical_pieces(owned) for holder, owned in pieces.items()}
-        return ParamAffineMap(outer.logical_shape, shapes, folded)
-    return locate(outer.logical_shape, shapes, pieces)
+        turned = PieceTable(
+            table.rank, table.index, table.link.turned(), table.scale, table.place, table.holders
+        )
+        return folded_map(outer.logical_shape, shapes, turned)
+    return _located(outer.logical_shape, shapes, table)
+
+
+def _joined(outer: ParamAffineMap, inner: Mapping[int, ParamAffineMap]) -> PieceTable:
+    """Return the pieces ``F → holder`` that go through a shard, locations those of the inner map.
+    """
+    below = _stacked({rank: cut.table for rank, cut in inner.items()})
+    key = np.repeat(list(inner), [len(cut.table) for cut in inner.values()]).astype(np.int64)
+    above = outer.table
+    # Seen from the shard: near the shard, far the holder and F.
+    found = matched(below.link, above.link.turned().normalised(), key, above.rank)
+    held = below.take(found.first)
+    link = found.link.turned().normalised()
+    scale = held.scale * above.scale[found.second]
+    return PieceTable(held.rank, held.index, link, scale, held.place, held.holders)
+
+
+def _stacked(tables: Mapping[int, PieceTable]) -> PieceTable:
+    """Return the rows of several tables in one, their sets of locations renumbered."""
+    listed = list(tables.values())
+    shift = np.cumsum([0, *[len(table.holders) for table in listed]])
+    empty = np.empty(0, np.int64)
+    return PieceTable(
+        np.concatenate([empty, *[table.rank for table in listed]]),
+        np.concatenate([empty, *[table.index for table in listed]]),
+        concatenated([LinkTable.of([]), *[table.link for table in listed]]),
+        np.concatenate([np.empty(0), *[table.scale for table in listed]]),
+        np.concatenate(
+            [empty, *[t.place + first for t, first in zip(listed, shift[:-1], strict=True)]]
+        ),
+        tuple([ranks for table in listed for ranks in table.holders]),
+    )
 
 
 def _holds_once(outer: ParamAffineMap) -> bool:
     """Tell whether each element is in one place only, so that inner locations stay exact."""
-    for owned in outer.pieces_by_rank.values():
-        filled = [piece for piece in owned if piece.numel]
-        if any(len(piece.locations) > 1 for piece in filled):
-            return False
-        if overlapping([from_source(piece) for piece in filled]):
-            return False
-    return True
+    table = outer.table
+    if any(len(ranks) > 1 for ranks in table.holders):
+        return False
+    return names_once(table.link, table.rank)
 
 
 def _check_nested(
@@ -140,15 +176,6 @@ def _check_nested(
         raise UsageError("a holder occurs in the inner maps of two ranks", rank=twice[0])
 
 
-def _through(piece: AffinePiece, held: AffinePiece, link: Link) -> list[AffinePiece]:
-    """Return the elements of ``held`` that come from ``piece``, as pieces of ``F``."""
-    found = []
-    for part in meet(from_dest(piece), link):
-        made = make_link(part.second, part.first, [(n, g, f) for n, _, f, g in part.dims])
-        found.append(piece_of(made, held.locations, piece.scale * held.scale))
-    return found
-
-
 def cut_flat_range(piece: AffinePiece, lo: int, hi: int) -> tuple[AffinePiece, ...]:
     """Return the part of a piece whose dest offsets are in ``[lo, hi)``, seen from ``lo``.
 
@@ -162,13 +189,14 @@ def cut_flat_range(piece: AffinePiece, lo: int, hi: int) -> tuple[AffinePiece, .
     if not piece.numel or hi <= lo:
         return ()
     window = make_link(lo, 0, [(hi - lo, 1, 1)])
-    return tuple(
-        [
-            piece_of(
-                make_link(part.second, part.first, [(n, g, f) for n, _, f, g in part.dims]),
-                piece.locations,
-                piece.scale,
+    found = []
+    for part in sorted(meet(from_dest(piece), window)):
+        shape, sources, dests = (
+            tuple(zip(*[(n, f, g) for n, _, f, g in part.dims], strict=True)) or ((), (), ())
+        )
+        found.append(
+            trusted_piece(
+                shape, part.first, sources, part.second, dests, piece.locations, piece.scale
             )
-            for part in sorted(meet(from_dest(piece), window))
-        ]
-    )
+        )
+    return tuple(found)

@@ -113,6 +113,28 @@ class AffinePiece:
         return f"F{source}{times} → {dest} on {ranks_text(self.locations)}"
 
 
+def trusted_piece(
+    shape: tuple[int, ...],
+    source_offset: int,
+    source_strides: tuple[int, ...],
+    dest_offset: int,
+    dest_strides: tuple[int, ...],
+    locations: tuple[int, ...],
+    scale: float,
+) -> AffinePiece:
+    """Return a piece without checking it: for fields that came out of valid pieces."""
+    piece = object.__new__(AffinePiece)
+    put = object.__setattr__
+    put(piece, "shape", shape)
+    put(piece, "source_offset", source_offset)
+    put(piece, "source_strides", source_strides)
+    put(piece, "dest_offset", dest_offset)
+    put(piece, "dest_strides", dest_strides)
+    put(piece, "locations", locations)
+    put(piece, "scale", scale)
+    return piece
+
+
 def _as_locations(locations: Sequence[int]) -> tuple[int, ...]:
     ranks = tuple(sorted(set(as_indices(locations, "locations"))))
     if not ranks:

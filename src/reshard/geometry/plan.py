@@ -5,25 +5,29 @@ target rank. A plan holds the segments of one parameter, each target element in 
 them, and names the target elements that no source holds. It is pure data: it can be compared,
 hashed, written as JSON, proved (:meth:`TransferPlan.verify` looks only at the plan), and run in
 process by :meth:`TransferPlan.apply`.
+
+Segments are held as columns; the :class:`Segment` objects are made when somebody asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
-from reshard.errors import CompositionError, DocumentError, ScaledStateError, UsageError
-from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, scaled, strided
+from reshard.errors import CompositionError, DocumentError, UsageError
+from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
 from reshard.geometry.document import as_integer, as_integers, as_list, as_mapping, fields, refuse
-from reshard.geometry.index_math import numel, span
-from reshard.geometry.links import Link, make_link
+from reshard.geometry.holes import gaps
+from reshard.geometry.index_math import numel
+from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
 from reshard.geometry.notation import block_text, ranges_text
-from reshard.geometry.refinement import overlapping
-from reshard.geometry.validation import gaps
+from reshard.geometry.refinement import names_once
+from reshard.geometry.tables import Ints, LinkTable, grouped_sums
 
 PLAN_VERSION = 1
 """The version of the plan document that is written, and the newest that is read."""
@@ -54,6 +58,75 @@ class Segment:
         return f"{self.source_rank}{source}{times} → {self.target_rank}{target}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTable:
+    """Segments as columns: ``link`` has the target shard as near space, the source shard as far.
+
+    Rows are in order of target rank and target offset, links in normal form.
+    """
+
+    link: LinkTable
+    source_rank: Ints
+    target_rank: Ints
+    scale: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> SegmentTable:
+        """Return the table of some segments, in their order."""
+        count = len(segments)
+        dims = max([len(segment.shape) for segment in segments], default=0)
+        pad = [0] * dims
+
+        def column(rows: list[tuple[int, ...]], fill: int) -> Ints:
+            filled = [(*row, *[fill] * (len(pad) - len(row))) for row in rows]
+            flat = np.fromiter(chain.from_iterable(filled), np.int64)
+            return flat.reshape(count, dims)
+
+        link = LinkTable(
+            np.array([segment.target_offset for segment in segments], np.int64),
+            np.array([segment.source_offset for segment in segments], np.int64),
+            column([segment.shape for segment in segments], 1),
+            column([segment.target_strides for segment in segments], 0),
+            column([segment.source_strides for segment in segments], 0),
+        )
+        return cls(
+            link,
+            np.array([segment.source_rank for segment in segments], np.int64),
+            np.array([segment.target_rank for segment in segments], np.int64),
+            np.array([segment.scale for segment in segments], np.float64),
+        )
+
+    def take(self, rows: Ints) -> SegmentTable:
+        """Return some rows."""
+        return SegmentTable(
+            self.link.take(rows), self.source_rank[rows], self.target_rank[rows], self.scale[rows]
+        )
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield the rows as segments."""
+        columns = zip(
+            self.link.links(),
+            self.source_rank.tolist(),
+            self.target_rank.tolist(),
+            self.scale.tolist(),
+            strict=True,
+        )
+        for (near, far, dims), source, target, scale in columns:
+            shape, to, of = tuple(zip(*dims, strict=True)) or ((), (), ())
+            yield Segment(shape, source, far, of, target, near, to, scale)
+
+    def numel_by_target(self) -> dict[int, int]:
+        """Number of elements that each target rank receives."""
+        return grouped_sums(self.target_rank, self.link.numel())
+
+    def numel_by_source(self) -> dict[int, int]:
+        """Number of elements that each source rank gives."""
+        return grouped_sums(self.source_rank, self.link.numel())
+
+
 class TransferPlan:
     """All copies of one parameter from source shards into target shards.
 
@@ -68,13 +141,13 @@ class TransferPlan:
         ascending ranges of shard offsets.
     """
 
-    __slots__ = ("_hash", "_source_shapes", "_target_shapes", "_unfilled", "segments")
+    __slots__ = ("_segments", "_source_shapes", "_table", "_target_shapes", "_unfilled")
 
-    segments: tuple[Segment, ...]
+    _segments: tuple[Segment, ...] | None
+    _table: SegmentTable | None
     _source_shapes: dict[int, tuple[int, ...]]
     _target_shapes: dict[int, tuple[int, ...]]
     _unfilled: dict[int, tuple[range, ...]]
-    _hash: int
 
     def __init__(
         self,
@@ -84,11 +157,25 @@ class TransferPlan:
         unfilled: Mapping[int, Sequence[range]],
     ) -> None:
         put = object.__setattr__
-        put(self, "segments", tuple(segments))
+        put(self, "_segments", tuple(segments))
+        put(self, "_table", None)
         put(self, "_source_shapes", dict(source_shapes))
         put(self, "_target_shapes", dict(target_shapes))
         put(self, "_unfilled", {r: tuple(holes) for r, holes in unfilled.items() if holes})
-        put(self, "_hash", hash(self.segments))
+
+    @classmethod
+    def from_table(
+        cls,
+        source_shapes: Mapping[int, tuple[int, ...]],
+        target_shapes: Mapping[int, tuple[int, ...]],
+        table: SegmentTable,
+        unfilled: Mapping[int, Sequence[range]],
+    ) -> TransferPlan:
+        """Return the plan of segments that are given as columns."""
+        plan = cls(source_shapes, target_shapes, (), unfilled)
+        object.__setattr__(plan, "_segments", None)
+        object.__setattr__(plan, "_table", table)
+        return plan
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"TransferPlan is frozen: cannot set {name}")
@@ -101,10 +188,14 @@ class TransferPlan:
             return True
         if not isinstance(other, TransferPlan):
             return NotImplemented
-        return self._value() == other._value()
+        return len(self) == len(other) and self._value() == other._value()
 
     def __hash__(self) -> int:
-        return self._hash
+        link = self.table.link
+        return hash((len(self), int(link.near.sum()), int(link.far.sum())))
+
+    def __len__(self) -> int:
+        return len(self.table)
 
     def __reduce__(self) -> tuple[object, ...]:
         shapes = self._source_shapes, self._target_shapes
@@ -115,11 +206,25 @@ class TransferPlan:
         return f"TransferPlan({shapes}, {self.segments!r}, {self._unfilled!r})"
 
     def __str__(self) -> str:
-        lines = [f"{len(self.segments)} segments, {self.numel} elements"]
+        lines = [f"{len(self)} segments, {self.numel} elements"]
         lines += [f"  {segment}" for segment in self.segments]
         for rank, holes in self._unfilled.items():
             lines.append(f"  nothing → {rank}: {ranges_text(holes)}")
         return "\n".join(lines)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The copies, in order of target rank and target offset."""
+        if self._segments is None:
+            object.__setattr__(self, "_segments", tuple(self.table.segments()))
+        return self._segments  # type: ignore[return-value]
+
+    @property
+    def table(self) -> SegmentTable:
+        """The copies as columns."""
+        if self._table is None:
+            object.__setattr__(self, "_table", SegmentTable.of(self.segments))
+        return self._table  # type: ignore[return-value]
 
     @property
     def source_shapes(self) -> Mapping[int, tuple[int, ...]]:
@@ -139,19 +244,12 @@ class TransferPlan:
     @property
     def numel(self) -> int:
         """Number of elements that the plan copies."""
-        return sum(segment.numel for segment in self.segments)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether some segment has a scale other than 1."""
-        return any(segment.scale != 1.0 for segment in self.segments)
+        return int(self.table.link.numel().sum())
 
     def into(self) -> Iterator[tuple[int, tuple[Segment, ...]]]:
         """Yield each target rank that receives something, with its segments."""
         for rank, group in groupby(self.segments, key=lambda segment: segment.target_rank):
             yield rank, tuple(group)
-
-    # -- proof -------------------------------------------------------------------------------
 
     def verify(self) -> None:
         """Prove the plan from its own data: bounds, each target element once, holes as named.
@@ -161,35 +259,7 @@ class TransferPlan:
         CompositionError
             Naming the first segment or element that is wrong.
         """
-        by_target: dict[int, list[Segment]] = {rank: [] for rank in self._target_shapes}
-        for segment in self.segments:
-            self._check_bounds(segment)
-            by_target[segment.target_rank].append(segment)
-        for rank, segments in by_target.items():
-            links = [_target_link(segment) for segment in segments]
-            if overlapping(links):
-                raise CompositionError("a target element is written twice", rank=rank)
-            named = sum(map(len, self._unfilled.get(rank, ())))
-            size = numel(self._target_shapes[rank])
-            if sum(segment.numel for segment in segments) + named != size:
-                raise CompositionError("target elements are not accounted for", rank=rank)
-            if named and gaps(links, size) != list(self._unfilled[rank]):
-                raise CompositionError("holes are not where the plan says", rank=rank)
-
-    def _check_bounds(self, segment: Segment) -> None:
-        sides = (
-            ("source", self._source_shapes, segment.source_rank, segment.source_offset,
-             segment.source_strides),
-            ("target", self._target_shapes, segment.target_rank, segment.target_offset,
-             segment.target_strides),
-        )
-        for side, shapes, rank, offset, strides in sides:
-            if rank not in shapes:
-                raise CompositionError(f"a segment names an unknown {side} rank", rank=rank)
-            if 0 in segment.shape or offset + span(segment.shape, strides) >= numel(shapes[rank]):
-                raise CompositionError(f"a segment leaves its {side} shard: {segment}", rank=rank)
-
-    # -- execution ---------------------------------------------------------------------------
+        _verify(self)
 
     def apply(self, source_shards: Mapping[int, Tensor], scale_power: int = 1) -> dict[int, Tensor]:
         """Run the plan in this process and return the target shards.
@@ -213,9 +283,8 @@ class TransferPlan:
         ScaledStateError
             When a scaled segment would have to scale an optimizer state.
         """
-        if scale_power not in (0, 1) and self.is_scaled:
-            raise ScaledStateError("a scaled optimizer state cannot be moved alone")
-        needed = sorted({segment.source_rank for segment in self.segments})
+        refuse_scaled_state(bool((self.table.scale != 1.0).any()), scale_power)
+        needed = np.unique(self.table.source_rank).tolist()
         missing = [rank for rank in needed if rank not in source_shards]
         if missing or not source_shards:
             raise UsageError("a source shard is missing", rank=", ".join(map(str, missing)))
@@ -224,27 +293,12 @@ class TransferPlan:
         dtype = flat_bits(kind).dtype
         made = {r: np.zeros(numel(shape), dtype) for r, shape in self._target_shapes.items()}
         for segment in self.segments:
-            target = made[segment.target_rank]
-            _copy(segment, bits[segment.source_rank], target, kind, scale_power)
+            _copy(segment, bits[segment.source_rank], made[segment.target_rank], kind, scale_power)
         return {r: like(kind, array, self._target_shapes[r]) for r, array in made.items()}
 
     def _source_bits(self, rank: int, shard: Tensor, kind: Tensor) -> Bits:
-        bits = flat_bits(shard)
-        size = numel(self._source_shapes[rank])
-        if bits.size != size:
-            raise UsageError(
-                "a source shard has another number of elements",
-                rank=rank,
-                expected=size,
-                found=bits.size,
-            )
-        if str(shard.dtype) != str(kind.dtype):
-            raise UsageError(
-                "source shards differ in dtype", rank=rank, expected=kind.dtype, found=shard.dtype
-            )
-        return bits
-
-    # -- documents ---------------------------------------------------------------------------
+        same_kind(shard, kind, rank)
+        return sized_bits(shard, numel(self._source_shapes[rank]), "a source shard", rank)
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan as plain scalars, lists and dictionaries."""
@@ -282,23 +336,44 @@ class TransferPlan:
         )
 
 
-def _target_link(segment: Segment) -> Link:
-    return make_link(
-        segment.target_offset,
-        segment.source_offset,
-        zip(segment.shape, segment.target_strides, segment.source_strides, strict=True),
+def _verify(plan: TransferPlan) -> None:
+    table = plan.table
+    sides = (
+        ("source", plan.source_shapes, table.source_rank, table.link.far_stop()),
+        ("target", plan.target_shapes, table.target_rank, table.link.near_stop()),
     )
+    if (table.link.extent < 1).any():
+        raise CompositionError("a segment copies nothing")
+    for side, shapes, ranks, stop in sides:
+        for rank in np.unique(ranks).tolist():
+            if rank not in shapes:
+                raise CompositionError(f"a segment names an unknown {side} rank", rank=rank)
+            beyond = np.flatnonzero((ranks == rank) & (stop > numel(shapes[rank])))
+            if len(beyond):
+                segment = plan.segments[int(beyond[0])]
+                raise CompositionError(f"a segment leaves its {side} shard: {segment}", rank=rank)
+    link = table.link.normalised()
+    if not names_once(link, table.target_rank):
+        raise CompositionError("a target element is written twice")
+    _verify_holes(plan)
+
+
+def _verify_holes(plan: TransferPlan) -> None:
+    table = plan.table
+    written = table.numel_by_target()
+    for rank, shape in plan.target_shapes.items():
+        size, named = numel(shape), plan.unfilled.get(rank, ())
+        if written.get(rank, 0) + sum(map(len, named)) != size:
+            raise CompositionError("target elements are not accounted for", rank=rank)
+        mine = np.flatnonzero(table.target_rank == rank) if named else []
+        if named and gaps(table.link.take(np.array(mine)).normalised(), size) != list(named):
+            raise CompositionError("holes are not where the plan says", rank=rank)
 
 
 def _copy(segment: Segment, source: Bits, target: Bits, kind: Tensor, scale_power: int) -> None:
     block = strided(source, segment.source_offset, segment.shape, segment.source_strides)
     place = strided(target, segment.target_offset, segment.shape, segment.target_strides)
-    if segment.scale != 1.0 and scale_power:
-        packed = np.ascontiguousarray(block).reshape(-1)
-        factor = segment.scale**scale_power
-        product = scaled(like(kind, packed, (packed.size,)), factor, divide=False)
-        block = flat_bits(product).reshape(segment.shape)
-    place[...] = block
+    place[...] = rescaled(kind, block, segment.scale, scale_power, divide=False)
 
 
 def _write_segment(segment: Segment) -> dict[str, object]:

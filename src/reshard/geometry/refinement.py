@@ -1,182 +1,382 @@
-"""Refinement: cutting blocks of several ranks until each part is held by one set of ranks.
+"""Refinement: how blocks of several owners overlap, and their parts of one set of owners each.
 
 Theory. P5 wants every element of a piece to be held by the same ranks. Blocks of one address
-space overlap; we read them in a grid (:mod:`reshard.geometry.grid`), where they are boxes, find
-the boxes that overlap, and cut each at the borders of the others. A cell of that cut lies wholly
-inside or outside every other box, so the ranks that hold it are those of the boxes around it.
-Boxes with equal bounds are one *class*; when no two classes overlap, which is the rule in real
-layouts, nothing needs cutting at all.
+space are read in a grid (:mod:`reshard.geometry.grid`), where they are boxes. Boxes with equal
+bounds form one *class*. Real layouts either repeat a box or stay clear of it, so nearly always
+no two classes overlap, and the owners of a class are those of its boxes.
+
+Where classes do cross, the crossing ones alone are compressed: the borders of all of them cut
+each axis into intervals, their products are *cells*, and no cell is cut by any class. A cell's
+owners are those of all classes around it. Nothing here depends on the number of elements.
+
+Blocks of several spaces (the shards of several ranks) are handled at once by giving each block
+the number of its space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import UnsupportedError
-from reshard.geometry.grid import Box, Grid, cells, overlap
-from reshard.geometry.links import Link, make_link
+from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
+from reshard.geometry.joins import overlapping_pairs
+from reshard.geometry.links import Link, meet
+from reshard.geometry.tables import (
+    Ints,
+    LinkTable,
+    classes_of,
+    clusters,
+    concatenated,
+    expanded,
+    folding_rows,
+    outermost_expanded,
+    places_of,
+    starts_of,
+)
 
-Bounds = tuple[tuple[int, ...], tuple[int, ...]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Lists of integers in one array: list ``g`` is ``items[start[g]:start[g + 1]]``."""
+
+    start: Ints
+    items: Ints
+
+    @property
+    def counts(self) -> Ints:
+        """Length of each list."""
+        return np.diff(self.start)
+
+    def of(self, index: int) -> tuple[int, ...]:
+        """Return one list."""
+        return tuple(self.items[self.start[index] : self.start[index + 1]].tolist())
+
+    def gathered(self, index: Ints) -> tuple[Ints, Ints]:
+        """Return the items of several lists in one, and how many each gave."""
+        counts = self.counts[index]
+        return self.items[expanded(self.start[:-1][index], counts)], counts
 
 
-class Part(NamedTuple):
-    """A block that is inside one given link, and the owners of all links that cover it."""
+def grouped(label: Ints, items: Ints, groups: int) -> Groups:
+    """Return, for each label, the sorted distinct items that stand beside it.
 
-    link: Link
-    owners: frozenset[int]
+    >>> grouped(np.array([1, 0, 1]), np.array([7, 5, 7]), 2).items.tolist()
+    [5, 7]
+    """
+    order = np.lexsort((items, label))
+    label, items = label[order], items[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (label[1:] != label[:-1]) | (items[1:] != items[:-1])
+    return Groups(np.searchsorted(label[new], np.arange(groups + 1)), items[new])
+
+
+FEW_LINKS = 12
+"""So few links are compared pair by pair."""
+FEW_STEPS = 8
+"""Outermost dimensions of at most so many steps are expanded to tell whether links are apart."""
 
 
 class Arrangement:
-    """How some links of one address space overlap.
+    """How the near sides of some links overlap.
 
     Parameters
     ----------
-    links
-        Non-empty links.
+    table
+        Links in normal form, none empty.
     owners
-        The owner of each, same length.
+        The owner of each row, non-negative.
+    spaces
+        The address space of each row; all the same when left out.
     """
 
-    __slots__ = ("_classes", "_crossing", "_grid", "_links", "_owners")
+    __slots__ = ("_box_class", "_boxes", "_cells", "_grid", "_owners", "_space", "_table")
 
-    def __init__(self, links: Sequence[Link], owners: Sequence[int]) -> None:
-        self._links = links
-        self._owners = owners
-        self._grid = Grid.of(links)
-        self._classes: dict[Bounds, set[int]] = {}
-        boxes: dict[Bounds, Box] = {}
-        for link, owner in zip(links, owners, strict=True):
-            for box in self._grid.boxes(link):
-                self._classes.setdefault((box.lo, box.hi), set()).add(owner)
-                boxes[box.lo, box.hi] = box
-        self._crossing = _crossing(list(boxes.values()))
+    def __init__(self, table: LinkTable, owners: Ints, spaces: Ints | None = None) -> None:
+        self._table = table
+        self._space = np.zeros(len(table), np.int64)
+        if spaces is not None:
+            self._space = places_of(spaces)[0]
+        self._grid = Grid.of([table], self._space)
+        self._boxes = self._grid.boxes(table, self._space)
+        bounds = _columns(self._boxes.lo, self._boxes.hi, self._space[self._boxes.row])
+        order, label = classes_of(bounds)
+        self._box_class = np.empty(len(order), np.int64)
+        self._box_class[order] = label
+        first = order[starts_of(label)]
+        classes = self._boxes.take(first)
+        self._owners = grouped(self._box_class, owners[self._boxes.row], len(first))
+        self._cells = _Cells.of(classes, self._space[classes.row], self._owners)
 
     @property
     def disjoint(self) -> bool:
-        """Whether any two boxes are either equal or disjoint."""
-        return not self._crossing
+        """Whether no address is named twice."""
+        if self._table.repeats():
+            return False
+        return not self._cells.crossing.any() and len(self._owners.start) - 1 == len(self._boxes)
 
     @property
-    def exclusive(self) -> bool:
-        """Whether every class of boxes has one owner."""
-        return all(len(owners) == 1 for owners in self._classes.values())
+    def crossing_rows(self) -> NDArray[np.bool_]:
+        """Rows some part of which is also in a box with other bounds."""
+        marked = np.zeros(len(self._table), bool)
+        marked[self._boxes.row[self._cells.crossing[self._box_class]]] = True
+        return marked
 
     def volume(self) -> int:
         """Return the number of addresses that the links cover together."""
-        total = 0
-        order = {bounds: i for i, bounds in enumerate(self._classes)}
-        for bounds, i in order.items():
-            earlier = [b for b in self._crossing.get(bounds, ()) if order[b.lo, b.hi] < i]
-            for cell in cells(Box(*bounds, 0, (0,) * len(bounds[0])), earlier):
-                if not any(overlap(other, cell) for other in earlier):
-                    total += cell.volume
-        return total
+        return int(self._cells.distinct_volume())
 
-    def parts(self, index: int) -> list[Part]:
-        """Return the link ``index`` as parts that each lie in one set of owners."""
-        boxes = list(self._grid.boxes(self._links[index]))
-        whole = self._common_owners(boxes)
-        if whole is not None:
-            return [Part(self._links[index], whole)]
-        # Boxes leave out repetitions (near stride 0); each part repeats like the whole link.
-        still = [dim for dim in self._links[index].dims if dim[1] == 0]
-        found = []
-        for box in boxes:
-            for cell in self._cells(box):
-                near, far, dims = self._grid.link(cell)
-                link = make_link(near, far, (*dims, *still))
-                found.append(Part(link, self._cell_owners(box, cell)))
-        return found
+    def parts(self, rows: Ints | None = None) -> tuple[LinkTable, Ints, Groups]:
+        """Return parts of rows that each lie in one set of owners.
 
-    def _common_owners(self, boxes: Iterable[Box]) -> frozenset[int] | None:
-        kinds = set()
-        for box in boxes:
-            if (box.lo, box.hi) in self._crossing:
-                return None
-            kinds.add(frozenset(self._classes[box.lo, box.hi]))
-        return kinds.pop() if len(kinds) == 1 else None
+        A row that lies in one set as a whole is returned whole.
 
-    def _cells(self, box: Box) -> Iterable[Box]:
-        around = self._crossing.get((box.lo, box.hi))
-        return cells(box, around) if around else (box,)
-
-    def _cell_owners(self, box: Box, cell: Box) -> frozenset[int]:
-        owners = set(self._classes[box.lo, box.hi])
-        for other in self._crossing.get((box.lo, box.hi), ()):
-            if overlap(other, cell):
-                owners |= self._classes[other.lo, other.hi]
-        return frozenset(owners)
-
-
-def _crossing(boxes: list[Box]) -> dict[Bounds, list[Box]]:
-    """Return, for each box that overlaps others, those others."""
-    found: dict[Bounds, list[Box]] = {}
-    if len(boxes) < 2:
-        return found
-    lo, hi = _bounds(boxes)
-    for index, box in enumerate(boxes):
-        hits = np.flatnonzero(((lo < hi[index]) & (hi > lo[index])).all(axis=1))
-        if len(hits) > 1:
-            found[box.lo, box.hi] = [boxes[i] for i in hits.tolist() if i != index]
-    return found
-
-
-def _bounds(boxes: list[Box]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    try:
-        return (
-            np.array([box.lo for box in boxes], dtype=np.int64),
-            np.array([box.hi for box in boxes], dtype=np.int64),
+        Returns
+        -------
+        parts
+            Links in normal form.
+        row
+            The row that each part is of, ascending.
+        owners
+            The owners of each part, ascending.
+        """
+        boxes, kinds = self._boxes, self._box_class
+        chosen = np.arange(len(boxes))
+        if rows is not None:
+            wanted = np.zeros(len(self._table), bool)
+            wanted[rows] = True
+            chosen = np.flatnonzero(wanted[boxes.row])
+        whole = self._whole_rows()
+        lead = chosen[whole[boxes.row[chosen]]]
+        lead = lead[_firsts(boxes.row[lead])]
+        cut = chosen[~whole[boxes.row[chosen]]]
+        lo, hi, cells, counts = self._cells.inside(kinds[cut])
+        cut = np.repeat(cut, counts)
+        pieces = BoxTable(
+            lo, hi, boxes.far_at(cut, lo), boxes.far_stride[cut], boxes.row[cut]
         )
-    except OverflowError:
-        raise UnsupportedError("addresses beyond 2^63") from None
+        cut_links = self._grid.links(pieces, self._space[pieces.row])
+        first_cell = self._cells.first_cell(kinds[lead])
+        table = concatenated(
+            [self._table.take(boxes.row[lead]), self._still(cut_links, pieces.row)]
+        )
+        row = np.concatenate([boxes.row[lead], pieces.row])
+        order = np.argsort(row, kind="stable")
+        cells = np.concatenate([first_cell, cells])[order]
+        return table.take(order), row[order], _picked(self._cells.owners, cells)
+
+    def _whole_rows(self) -> NDArray[np.bool_]:
+        """Rows whose boxes do not cross others and all have the same owners."""
+        whole = ~self.crossing_rows
+        row, kinds = self._boxes.row, self._box_class
+        lead = np.zeros(len(self._table), np.int64)
+        lead[row] = np.arange(len(row))
+        other = lead[row]
+        differs = self._owners.counts[kinds] != self._owners.counts[kinds[other]]
+        alike = np.flatnonzero(~differs & (other != np.arange(len(row))))
+        mine, counts = self._owners.gathered(kinds[alike])
+        theirs, _ = self._owners.gathered(kinds[other[alike]])
+        whole[row[differs]] = False
+        whole[row[np.repeat(alike, counts)[mine != theirs]]] = False
+        return whole
+
+    def _still(self, parts: LinkTable, row: Ints) -> LinkTable:
+        """Give parts back the repetitions (near stride 0) that boxes leave out."""
+        table = self._table
+        still = (table.extent > 1) & (table.near_stride == 0)
+        columns = np.flatnonzero(still.any(axis=0))
+        if not len(columns) or not len(row):
+            return parts
+        extent = np.where(still, table.extent, 1)[row][:, columns]
+        zeros = np.zeros_like(extent)
+        return LinkTable(
+            parts.near,
+            parts.far,
+            np.concatenate([parts.extent, extent], axis=1),
+            np.concatenate([parts.near_stride, zeros], axis=1),
+            np.concatenate([parts.far_stride, table.far_stride[row][:, columns]], axis=1),
+        ).normalised()
 
 
-def overlapping(links: Sequence[Link]) -> bool:
-    """Tell whether some address is named twice, by two links or by one."""
-    return len(layers(links)) > 1
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """The cells of some classes: a class that crosses no other is one cell."""
+
+    lo: Ints
+    hi: Ints
+    crossing: NDArray[np.bool_]
+    """Whether each class crosses others."""
+    of_class: Groups
+    """Cell rows of each class; ``lo`` and ``hi`` are by these rows."""
+    owners: Groups
+    """Owners by cell row."""
+    first: NDArray[np.bool_]
+    """Whether a cell row is the first with its bounds."""
+
+    @classmethod
+    def of(cls, classes: BoxTable, space: Ints, owners: Groups) -> _Cells:
+        count = len(classes)
+        i, j = overlapping_pairs(
+            classes.lo, classes.hi, classes.lo, classes.hi, space, space
+        )
+        crossing = np.zeros(count, bool)
+        crossing[i[i != j]] = True
+        if not crossing.any():
+            own = Groups(np.arange(count + 1), np.arange(count))
+            return cls(classes.lo, classes.hi, crossing, own, owners, np.ones(count, bool))
+        return cls._compressed(classes, space, owners, crossing)
+
+    @classmethod
+    def _compressed(
+        cls, classes: BoxTable, space: Ints, owners: Groups, crossing: NDArray[np.bool_]
+    ) -> _Cells:
+        rows = np.flatnonzero(crossing)
+        lo, hi = classes.lo[rows], classes.hi[rows]
+        cell_of, cell_lo, cell_hi = _compressed_cells(lo, hi, space[rows])
+        counts = np.ones(len(classes), np.int64)
+        counts[rows] = np.bincount(cell_of, minlength=len(rows))
+        start = np.concatenate([[0], np.cumsum(counts)])
+        all_lo = np.repeat(classes.lo, counts, axis=0)
+        all_hi = np.repeat(classes.hi, counts, axis=0)
+        cut = np.repeat(crossing, counts)
+        all_lo[cut], all_hi[cut] = cell_lo, cell_hi
+        kind = np.repeat(np.arange(len(classes)), counts)
+        order, label = classes_of(_columns(all_lo, all_hi, space[kind]))
+        cell = np.empty(len(order), np.int64)
+        cell[order] = label
+        held, times = owners.gathered(kind)
+        sets = grouped(np.repeat(cell, times), held, int(label[-1]) + 1)
+        first = np.zeros(len(order), bool)
+        first[order[starts_of(label)]] = True
+        return cls(
+            all_lo, all_hi, crossing, Groups(start, np.arange(len(cell))), _picked(sets, cell), first
+        )
+
+    def distinct_volume(self) -> int:
+        return int((self.hi - self.lo).prod(axis=1)[self.first].sum())
+
+    def inside(self, kinds: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the cells of some classes: bounds, cell rows, and how many each class has."""
+        cells, counts = self.of_class.gathered(kinds)
+        return self.lo[cells], self.hi[cells], cells, counts
+
+    def first_cell(self, kinds: Ints) -> Ints:
+        return self.of_class.items[self.of_class.start[:-1][kinds]]
 
 
-def layers(links: Sequence[Link]) -> list[list[Link]]:
-    """Return the links as lists that each name an address at most once.
+def _firsts(values: Ints) -> Ints:
+    order = np.argsort(values, kind="stable")
+    return order[np.flatnonzero(np.diff(values[order], prepend=-1))]
 
-    The first list has, for every address, the first link that names it; the next one the second,
-    and so on.
 
-    >>> [first, second] = layers([Link(0, 0, ((4, 1, 1),)), Link(2, 9, ((4, 1, 1),))])
-    >>> first
-    [Link(near=0, far=0, dims=((2, 1, 1),)), Link(near=2, far=2, dims=((2, 1, 1),)), \
-Link(near=4, far=11, dims=((2, 1, 1),))]
-    >>> second
-    [Link(near=2, far=9, dims=((2, 1, 1),))]
+def _columns(lo: Ints, hi: Ints, space: Ints) -> list[Ints]:
+    return [space, *lo.T, *hi.T]
+
+
+def _picked(groups: Groups, index: Ints) -> Groups:
+    items, counts = groups.gathered(index)
+    return Groups(np.concatenate([[0], np.cumsum(counts)]), items)
+
+
+def _compressed_cells(lo: Ints, hi: Ints, space: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut boxes at the borders of all boxes of their space.
+
+    Returns, for each cell, the box that it is of (ascending), and its bounds.
     """
-    if _apart(links):
-        return [list(links)]
-    simple = [part for link in links for part in _unfolded(link)]
-    arrangement = Arrangement(simple, range(len(simple)))
-    if arrangement.disjoint and arrangement.exclusive:
-        return [list(links)]
-    found: list[list[Link]] = [[]]
-    for index in range(len(simple)):
-        for part in arrangement.parts(index):
-            depth = sum(owner < index for owner in part.owners)
-            while len(found) <= depth:
-                found.append([])
-            found[depth].append(part.link)
-    return found
+    axes = lo.shape[1]
+    first, steps, borders = [], [], []
+    for axis in range(axes):
+        place, kinds = places_of(np.concatenate([lo[:, axis], hi[:, axis]]))
+        first.append(place[: len(lo)])
+        steps.append(place[len(lo) :] - place[: len(lo)])
+        borders.append(kinds)
+    counts = np.prod(steps, axis=0)
+    if counts.astype(float).sum() > MOST_BOXES:
+        raise UnsupportedError(
+            "too many pieces cross each other", expected=f"at most {MOST_BOXES} cells"
+        )
+    box = np.repeat(np.arange(len(lo)), counts)
+    rest = expanded(np.zeros_like(counts), counts)
+    cell_lo = np.empty((len(box), axes), np.int64)
+    cell_hi = np.empty_like(cell_lo)
+    for axis in range(axes):
+        rest, step = np.divmod(rest, steps[axis][box])
+        at = first[axis][box] + step
+        cell_lo[:, axis], cell_hi[:, axis] = borders[axis][at], borders[axis][at + 1]
+    return box, cell_lo, cell_hi
 
 
-def _apart(links: Sequence[Link]) -> bool:
-    """Tell whether the links are plainly disjoint: their spans are, and none folds on itself."""
-    stop = -1
-    for link in sorted(links):
-        if link.near < stop or _folding_dim(link) is not None:
+def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
+    """Tell whether links name no address of a space twice; exact.
+
+    Links whose spans touch no other span are plain. A long step of few blocks makes a span
+    long for no reason, so those are expanded first. What still touches is arranged, each group of
+    touching spans in a grid of its own.
+
+    >>> names_once(LinkTable.of([Link(0, 0, ((3, 4, 1),)), Link(1, 0, ((3, 4, 1),))]))
+    True
+    >>> names_once(LinkTable.of([Link(0, 0, ((3, 4, 1),)), Link(4, 0, ((3, 3, 1),))]))
+    False
+    """
+    space = np.zeros(len(table), np.int64) if spaces is None else spaces
+    while True:
+        cluster, crowded = clusters(table, space)
+        rows = np.flatnonzero(crowded)
+        table, space = table.take(rows), cluster[rows]
+        if not len(rows):
+            return True
+        if not table.dims:  # single elements, some at one place
             return False
-        stop = link.near_stop
-    return True
+        if len(rows) <= FEW_LINKS and not len(folding_rows(table)):
+            return _none_meet(table.links(), space.tolist())
+        steps = np.where(table.extent[:, 0] <= FEW_STEPS, table.extent[:, 0], 1)
+        if steps.sum() > 2 * len(rows) + FEW_STEPS or (steps == 1).all():
+            break
+        again, table = outermost_expanded(table, steps)
+        space = space[again]
+    return Arrangement(table, np.arange(len(table)), space).disjoint
+
+
+def _none_meet(links: list[Link], spaces: list[int]) -> bool:
+    """Tell whether no two links of one space share an address, by looking at each pair."""
+    return not any(
+        spaces[i] == spaces[k] and meet(links[i], links[k])
+        for i in range(len(links))
+        for k in range(i)
+    )
+
+
+def table_layers(table: LinkTable, spaces: Ints) -> tuple[LinkTable, Ints, Ints]:
+    """Cut links so that those of equal depth name each address of a space at most once.
+
+    Depth 0 has, for every address, the first link that names it; depth 1 the second, and so on.
+
+    Returns
+    -------
+    tuple
+        The parts, the row that each is of, and its depth.
+
+    Examples
+    --------
+    >>> table = LinkTable.of([Link(0, 0, ((4, 1, 1),)), Link(2, 9, ((4, 1, 1),))])
+    >>> parts, row, depth = table_layers(table, np.array([0, 0]))
+    >>> parts.near.tolist(), row.tolist(), depth.tolist()
+    ([0, 2, 2, 4], [0, 0, 1, 1], [0, 0, 1, 0])
+    """
+    rows = np.arange(len(table))
+    depth = np.zeros(len(table), np.int64)
+    if names_once(table, spaces):
+        return table, rows, depth
+    parted = [_unfolded(link) for link in table.links()]
+    rows = np.repeat(rows, [len(links) for links in parted])
+    simple = LinkTable.of([link for links in parted for link in links])
+    parts, of, owners = Arrangement(simple, np.arange(len(simple)), spaces[rows]).parts()
+    # The owners of a part ascend; the depth is how many come before its own row.
+    earlier = np.repeat(of, owners.counts) > owners.items
+    depth = np.bincount(np.repeat(np.arange(len(of)), owners.counts), earlier, len(of))
+    return parts, rows[of], depth.astype(np.int64)
 
 
 def _folding_dim(link: Link) -> int | None:

@@ -2,7 +2,8 @@
 
 Theory. The map says who holds an element; who is asked is a decision, so it is an argument. A
 policy is a function ``(locations, target_rank) -> source rank``; it sees one set of locations and
-the rank that wants the elements, and returns one of the locations.
+the rank that wants the elements, and returns one of the locations. :func:`balanced` alone looks
+at the whole plan.
 """
 
 from __future__ import annotations
@@ -29,3 +30,16 @@ def same_rank_first(locations: tuple[int, ...], target_rank: int) -> int:
     (5, 2)
     """
     return target_rank if target_rank in locations else locations[0]
+
+
+def balanced(locations: tuple[int, ...], target_rank: int) -> int:
+    """Share reads out among holders so that the busiest source rank gives as little as it can.
+
+    :func:`~reshard.geometry.compose` knows this policy by name and solves it for the whole plan,
+    cutting pieces where that is needed; asked about one set of holders, it has nothing to
+    balance and answers the lowest.
+
+    >>> balanced((2, 5, 7), 6)
+    2
+    """
+    return locations[0]

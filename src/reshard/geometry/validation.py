@@ -9,248 +9,240 @@ Theory. A map is sound when
 * (P5) every element of a piece is held by exactly the ranks of its ``locations``, all by the
   same scale.
 
-All of them are statements about overlaps and volumes of strided blocks, decided in a grid
-(:mod:`reshard.geometry.grid`), exactly, without looking at single elements.
+All of them are statements about overlaps and volumes of strided blocks. An
+:class:`~reshard.geometry.refinement.Arrangement` decides them exactly, in time that depends on the
+number of pieces and not on the number of elements. What is looked up in Python objects is only
+the text of a refusal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from reshard.errors import InvalidMapError
-from reshard.geometry.grid import Box, Grid
+from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
-from reshard.geometry.links import Link, from_dest, from_source, meet
+from reshard.geometry.links import Link, meet
+from reshard.geometry.notation import ranges_text
 from reshard.geometry.piece import AffinePiece
-from reshard.geometry.refinement import Arrangement
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.refinement import Arrangement, Groups, names_once
+from reshard.geometry.tables import Ints, LinkTable, apart, folding_rows
 
-Pieces = Mapping[int, Sequence[AffinePiece]]
-Shapes = Mapping[int, tuple[int, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A map under proof.
+
+    Parameters
+    ----------
+    total
+        Number of elements of ``F``.
+    shapes
+        Shard shape of every rank.
+    table
+        Its non-empty pieces.
+    parameter
+        Its name, for messages.
+    partial
+        Whether holes in ``F`` and in shards are accepted.
+    """
+
+    total: int
+    shapes: Mapping[int, tuple[int, ...]]
+    table: PieceTable
+    parameter: str | None
+    partial: bool
+
+    def piece(self, row: int) -> AffinePiece:
+        """Return the piece of a row, for a message."""
+        (owned,) = self.table.take(np.array([row])).pieces().values()
+        return owned[0]
+
+    def refuse(self, what: str, broken: str, row: int, offset: int, **said: object) -> InvalidMapError:
+        """Return the error for one piece."""
+        return InvalidMapError(
+            f"{what}: {self.piece(row)}",
+            broken=broken,
+            ranks=(int(self.table.rank[row]),),
+            piece=int(self.table.index[row]),
+            offset=offset,
+            parameter=self.parameter,
+            **said,  # type: ignore[arg-type]
+        )
 
 
-def check_bounds(total: int, shapes: Shapes, pieces: Pieces, parameter: str | None) -> None:
-    """Refuse a piece that reaches outside ``F`` or its shard.
+def prove(subject: Subject) -> None:
+    """Prove all properties of a map.
 
     Raises
     ------
     InvalidMapError
-        ``broken="bounds"``.
+        ``broken`` names the property; the other attributes say where.
     """
-    for rank, owned in pieces.items():
-        shard = numel(shapes[rank])
-        for index, piece in enumerate(owned):
-            sides = (("F", piece.source_stop, total), ("its shard", piece.dest_stop, shard))
-            for name, stop, size in sides:
-                if piece.numel and stop > size:
-                    raise InvalidMapError(
-                        f"a piece reaches outside {name}: {piece}",
-                        broken="bounds",
-                        ranks=(rank,),
-                        piece=index,
-                        offset=stop - 1,
-                        parameter=parameter,
-                        expected=f"offsets below {size}",
-                    )
+    _check_bounds(subject)
+    _check_written_once(subject)
+    _check_holders(subject)
 
 
-def check_written_once(
-    shapes: Shapes, pieces: Pieces, parameter: str | None, *, partial: bool
-) -> None:
-    """Refuse a shard with an element that two pieces write, or (unless ``partial``) none writes.
-
-    Raises
-    ------
-    InvalidMapError
-        ``broken="P3"`` for a piece that folds on itself, ``"write-once"`` otherwise.
-    """
-    for rank, owned in pieces.items():
-        links = {i: from_dest(piece) for i, piece in enumerate(owned) if piece.numel}
-        for index, link in links.items():
-            offset = _folded_at(link)
-            if offset is not None:
-                raise InvalidMapError(
-                    f"several elements of F go to one of the shard: {owned[index]}",
-                    broken="P3",
-                    ranks=(rank,),
-                    piece=index,
-                    offset=offset,
-                    parameter=parameter,
-                )
-        shard = numel(shapes[rank])
-        written = sum(piece.numel for piece in owned)
-        twice = _first_shared(links)
-        if twice is not None:
-            offset, index = twice
-            raise InvalidMapError(
-                f"an element of the shard is written twice, last by {owned[index]}",
-                broken="write-once",
-                ranks=(rank,),
-                piece=index,
-                offset=offset,
-                parameter=parameter,
-                expected=f"{shard} elements once each",
+def _check_bounds(subject: Subject) -> None:
+    table = subject.table
+    room = _rooms(subject)
+    sides = (
+        ("F", table.link.near_stop(), np.full(len(table), subject.total)),
+        ("its shard", table.link.far_stop(), room),
+    )
+    for name, stop, size in sides:
+        beyond = np.flatnonzero(stop > size)
+        if len(beyond):
+            row = int(beyond[0])
+            raise subject.refuse(
+                f"a piece reaches outside {name}",
+                "bounds",
+                row,
+                int(stop[row]) - 1,
+                expected=f"offsets below {int(size[row])}",
             )
-        if written < shard and not partial:
+
+
+def _rooms(subject: Subject) -> Ints:
+    sizes = {rank: numel(shape) for rank, shape in subject.shapes.items()}
+    return np.array([sizes[rank] for rank in subject.table.rank.tolist()], np.int64)
+
+
+def _check_written_once(subject: Subject) -> None:
+    table = subject.table
+    dest = table.link.turned().normalised()
+    for row in folding_rows(dest).tolist():
+        _check_injective(subject, row, dest.take(np.array([row])).links()[0])
+    if not names_once(dest, table.rank):
+        arrangement = Arrangement(dest, np.arange(len(table)), table.rank)
+        _refuse_written_twice(subject, arrangement)
+    if not subject.partial:
+        _check_filled(subject, dest)
+
+
+def _check_injective(subject: Subject, row: int, link: Link) -> None:
+    shared = sum(numel([n for n, *_ in part.dims]) for part in meet(link, link))
+    if shared > numel([n for n, _, _ in link.dims]):
+        raise subject.refuse(
+            "several elements of F go to one element of the shard", "P3", row, link.near
+        )
+
+
+def _refuse_written_twice(subject: Subject, arrangement: Arrangement) -> None:
+    parts, rows, owners = arrangement.parts()
+    twice = np.flatnonzero(owners.counts > 1)
+    first = twice[np.argmin(parts.near[twice])]
+    raise subject.refuse(
+        "an element of the shard is written twice, last by",
+        "write-once",
+        int(owners.of(int(first))[-1]),
+        int(parts.near[first]),
+        expected="every element once",
+    )
+
+
+def _check_filled(subject: Subject, dest: LinkTable) -> None:
+    written = subject.table.numel_by_rank()
+    for rank, shape in subject.shapes.items():
+        size = numel(shape)
+        if written.get(rank, 0) < size:
+            holes = gaps(dest.take(np.flatnonzero(subject.table.rank == rank)), size)
             raise InvalidMapError(
                 "an element of the shard is written by no piece",
                 broken="write-once",
                 ranks=(rank,),
-                offset=gaps(links.values(), shard)[0].start,
-                parameter=parameter,
-                expected=shard,
-                found=written,
+                offset=holes[0].start,
+                parameter=subject.parameter,
+                expected=f"{size} elements",
+                found=f"holes {ranges_text(holes)}",
             )
 
 
-def _folded_at(link: Link) -> int | None:
-    """Return a near address that the link names twice, if there is one."""
-    reach = 1
-    for n, s, _ in reversed(link.dims):
-        if s < reach:
-            break
-        reach += (n - 1) * s
+def _check_holders(subject: Subject) -> None:
+    table = subject.table
+    alone = all(len(ranks) == 1 for ranks in table.holders)
+    if alone and apart(table.link, np.zeros_like(table.rank)):
+        _check_own_rank(subject)
+        covered = int(table.link.numel().sum())
     else:
-        return None
-    size = numel([n for n, _, _ in link.dims])
-    shared = meet(Link(link.near, 0, link.dims), link)
-    if sum(numel([n for n, *_ in part.dims]) for part in shared) == size:
-        return None
-    boxes = list(Grid.of([link]).boxes(link))
-    seen = [make for make in boxes]
-    return _first_overlap_of(Grid.of([link]), seen, link)
-
-
-def _first_overlap_of(grid: Grid, boxes: list[Box], link: Link) -> int:
-    if len(boxes) == 1:
-        return link.near
-    first = _first_shared({i: grid.link(box) for i, box in enumerate(boxes)})
-    return link.near if first is None else first[0]
-
-
-def _first_shared(links: Mapping[int, Link]) -> tuple[int, int] | None:
-    """Return the lowest near address that two links share, and the later of the two."""
-    ordered = sorted(links.items(), key=lambda item: item[1].near)
-    if all(len(link.dims) == 0 or link.dims[-1][1] == 1 == len(link.dims) for _, link in ordered):
-        stop = -1
-        for index, link in ordered:
-            if link.near < stop:
-                return link.near, index
-            stop = max(stop, link.near_stop)
-        return None
-    if len(ordered) < 2:
-        return None
-    arrangement = Arrangement([link for _, link in ordered], [index for index, _ in ordered])
-    best: tuple[int, int] | None = None
-    for position in range(len(ordered)):
-        for part in arrangement.parts(position):
-            if len(part.owners) > 1 and (best is None or part.link.near < best[0]):
-                best = part.link.near, max(part.owners)
-    return best
-
-
-def gaps(links: object, total: int) -> list[range]:
-    """Return the addresses of ``[0, total)`` that no link covers, as maximal ranges, ascending."""
-    runs = sorted(_runs(links))
-    holes = []
-    cursor = 0
-    for start, stop in runs:
-        if start > cursor:
-            holes.append(range(cursor, start))
-        cursor = max(cursor, stop)
-    if cursor < total:
-        holes.append(range(cursor, total))
-    return holes
-
-
-def holes(links: Sequence[Link], total: int) -> list[range]:
-    """Return the same as :func:`gaps`, at once when the links are found to cover everything."""
-    if links and Arrangement(links, [0] * len(links)).volume() == total:
-        return []
-    return gaps(links, total)
-
-
-def _runs(links: object) -> list[tuple[int, int]]:
-    runs = []
-    for link in links:  # type: ignore[attr-defined]
-        inner = 1
-        dims = list(link.dims)
-        if dims and dims[-1][1] == 1:
-            inner = dims.pop()[0]
-        starts = [link.near]
-        for n, s, _ in dims:
-            starts = [start + i * s for start in starts for i in range(n)]
-        runs.extend((start, start + inner) for start in starts)
-    return runs
-
-
-def check_holders(
-    total: int, pieces: Pieces, parameter: str | None, *, partial: bool
-) -> None:
-    """Refuse locations that are not exactly the ranks that hold a piece, and holes in ``F``.
-
-    Raises
-    ------
-    InvalidMapError
-        ``broken="P5"`` or ``broken="P1"``.
-    """
-    listed = [
-        (rank, index, piece)
-        for rank, owned in pieces.items()
-        for index, piece in enumerate(owned)
-        if piece.numel
-    ]
-    links = [from_source(piece) for _, _, piece in listed]
-    arrangement = Arrangement(links, [rank for rank, _, _ in listed])
-    for position, (rank, index, piece) in enumerate(listed):
-        for part in arrangement.parts(position):
-            if part.owners != frozenset(piece.locations):
-                raise InvalidMapError(
-                    f"an element is not held by exactly the locations of {piece}",
-                    broken="P5",
-                    ranks=(rank,),
-                    piece=index,
-                    offset=part.link.near,
-                    parameter=parameter,
-                    expected=list(piece.locations),
-                    found=sorted(part.owners),
-                )
-    check_scales(listed, links, parameter)
-    if not partial and arrangement.volume() < total:
-        open_ranges = gaps(links, total)
+        arrangement = Arrangement(table.link, table.rank)
+        _check_locations(subject, arrangement)
+        _check_scales(subject)
+        covered = arrangement.volume()
+    if not subject.partial and covered < subject.total:
+        holes = gaps(table.link, subject.total)
         raise InvalidMapError(
             "an element of F is held by no rank",
             broken="P1",
-            offset=open_ranges[0].start,
-            parameter=parameter,
-            expected=f"{total} elements",
-            found=total - sum(map(len, open_ranges)),
+            offset=holes[0].start,
+            parameter=subject.parameter,
+            expected=f"{subject.total} elements",
+            found=f"holes {ranges_text(holes)}",
         )
 
 
-def check_scales(
-    listed: Sequence[tuple[int, int, AffinePiece]], links: Sequence[Link], parameter: str | None
-) -> None:
-    """Refuse two pieces that hold one element by different scales.
+def _check_own_rank(subject: Subject) -> None:
+    table = subject.table
+    named = np.array([ranks[0] for ranks in table.holders], np.int64)[table.place]
+    wrong = np.flatnonzero(named != table.rank)
+    if len(wrong):
+        row = int(wrong[0])
+        raise subject.refuse(
+            "the locations are not the ranks that hold it",
+            "P5",
+            row,
+            int(table.link.near[row]),
+            expected=[int(table.rank[row])],
+            found=[int(named[row])],
+        )
 
-    Raises
-    ------
-    InvalidMapError
-        ``broken="P5"``.
-    """
-    scales = sorted({piece.scale for _, _, piece in listed})
-    if len(scales) < 2:
+
+def _check_locations(subject: Subject, arrangement: Arrangement) -> None:
+    table = subject.table
+    parts, rows, owners = arrangement.parts()
+    claimed = _groups(table.holders)
+    sets = table.place[rows]
+    wrong = claimed.counts[sets] != owners.counts
+    alike = np.flatnonzero(~wrong)
+    mine, counts = owners.gathered(alike)
+    theirs, _ = claimed.gathered(sets[alike])
+    wrong[np.repeat(alike, counts)[mine != theirs]] = True
+    if wrong.any():
+        part = int(np.argmax(wrong))
+        row = int(rows[part])
+        raise subject.refuse(
+            "the locations are not the ranks that hold it",
+            "P5",
+            row,
+            int(parts.near[part]),
+            expected=list(owners.of(part)),
+            found=list(table.holders[table.place[row]]),
+        )
+
+
+def _groups(sets: Sequence[tuple[int, ...]]) -> Groups:
+    start = np.cumsum([0, *[len(ranks) for ranks in sets]])
+    return Groups(start, np.array([rank for ranks in sets for rank in ranks], np.int64))
+
+
+def _check_scales(subject: Subject) -> None:
+    table = subject.table
+    kinds, kind = np.unique(table.scale, return_inverse=True)
+    if len(kinds) < 2:
         return
-    owners = [scales.index(piece.scale) for _, _, piece in listed]
-    arrangement = Arrangement(links, owners)
-    for position, (rank, index, piece) in enumerate(listed):
-        for part in arrangement.parts(position):
-            if len(part.owners) > 1:
-                raise InvalidMapError(
-                    f"an element is held by several scales, one of them by {piece}",
-                    broken="P5",
-                    ranks=(rank,),
-                    piece=index,
-                    offset=part.link.near,
-                    parameter=parameter,
-                    found=[scales[i] for i in sorted(part.owners)],
-                )
+    parts, rows, owners = Arrangement(table.link, kind).parts()
+    mixed = np.flatnonzero(owners.counts > 1)
+    if len(mixed):
+        part = int(mixed[0])
+        raise subject.refuse(
+            "an element is held by several scales, here by",
+            "P5",
+            int(rows[part]),
+            int(parts.near[part]),
+            found=kinds[list(owners.of(part))].tolist(),
+        )

@@ -13,8 +13,8 @@ block gather         each rank takes some equal blocks, in any order
 ==================== ===============================================================================
 
 All sizes are elements, all `partition_dim` count from the front. A builder refuses words that
-contradict each other (:class:`LayoutError`) and returns maximal pieces whose holders are exact, also
-where blocks are held more than once; :meth:`ParamAffineMap.validate` proves the rest.
+contradict each other (:class:`LayoutError`) and returns maximal pieces whose holders are exact,
+also where blocks are held more than once; :meth:`ParamAffineMap.validate` proves the rest.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ def contiguous_split_map(
       0 (2×2): F[0 + 2×3 2×1] → [0 + 2×2 2×1] on 0
       1 (2×1): F[2 + 2×3 1×1] → [0 + 2×1 1×1] on 1
     """
-    return sub_param_map(shape, [sum(per_rank_sizes)], [per_rank_sizes], partition_dim)
+    require_dim(shape, partition_dim)
+    extent = shape[partition_dim]
+    _require_sum("the ranks' sizes", per_rank_sizes, extent, partition_dim)
+    return sub_param_map(shape, [extent], [per_rank_sizes], partition_dim)
 
 
 def sub_param_map(
@@ -212,8 +215,8 @@ def segmented_map(
     start = 0
     for size, replicated in segments:
         if replicated:
-            for rank in ranges:
-                ranges[rank].append((start, size))
+            for held in ranges.values():
+                held.append((start, size))
         else:
             _add_split(ranges, start, size, next(rows), partition_dim)
         start += size

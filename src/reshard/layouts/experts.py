@@ -1,256 +1,241 @@
-"""Expert placement: which rank holds which experts, as one map of a fused expert parameter.
+"""Expert placement: which experts each rank of an expert-parallel group holds.
 
-Theory. A mixture-of-experts layer keeps its experts fused in one logical tensor
-``F = [num_experts, ...]``. Every rank of the expert-parallel (EP) group holds some of them, packed
-in an order of its own. A *placement* is that order: for each EP rank the ordered list of global
-expert ids. It may be uneven, not contiguous, replicated, or empty on some ranks; all that is asked
-is that every expert is somewhere. Expert ``e`` at position ``p`` of a rank is the block
-``F[e] -> shard[p]``, so a placement lowers to a map at once::
+Theory. A layer's experts are one logical tensor `[num_experts, …]`, and each rank of the
+expert-parallel group holds some of them, packed, in an order of its own. The *placement descriptor*
+says which, as plain data::
 
-    ranks 0: [0, 1]   1: [2, 0]      F = [3, 4]
-    rank 0:  F[0:1] -> [0:1] on 0, 1     F[1:2] -> [1:2] on 0
-    rank 1:  F[2:3] -> [0:1] on 1        F[0:1] -> [1:2] on 0, 1
+    {
+        "version": 1,
+        "num_experts": 4,
+        "ep_size": 2,
+        "ranks": [{"rank": 0, "experts": [0, 1]}, {"rank": 1, "experts": [3, 2]}],
+    }
 
-The *descriptor* is the same as plain data, version 1, as checkpoints carry it
-(``{"version": 1, "num_experts": E, "ep_size": R, "ranks": [{"rank": r, "experts": [...]}, ...]}``).
-It is foreign input and checked completely.
+Ranks are those of the expert-parallel group. An expert may be held by several ranks, a rank may
+hold none, and neither counts nor order need be regular; but every expert is held, no rank holds one
+twice, and every rank of the group is listed once. The descriptor records where experts were, not
+where they should go.
 
-Source: `checkpoint/autoep_affine.py`, DeepSpeed 0.19.8; section 8.4 of the specification.
+The map follows: expert after expert a block of dim 0, neighbours joined where one rank holds both
+alone. A replicated expert is always a piece of its own, because DeepSpeed compares stored maps with
+its own spelling, field by field.
+
+Sources: specification §8.4; `checkpoint/autoep_affine.py`, DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TypeGuard
 
-from reshard.errors import DocumentError, LayoutError, UsageError
-from reshard.geometry import AffinePiece, ParamAffineMap
-from reshard.layouts.builders import row_major_strides
+from reshard.errors import LayoutError
+from reshard.geometry import ParamAffineMap
+from reshard.layouts.ranges import ranges_map
 
 PLACEMENT_VERSION = 1
-"""The version of the descriptor that is written, and the only one that is read."""
+"""The version of the descriptor that is read and written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Which experts each rank of an expert-parallel group holds, in packed order.
+    """A placement that satisfies every rule.
 
     Parameters
     ----------
     num_experts
         Number of experts of the layer.
     experts_by_rank
-        For every EP rank its global expert ids, in the order of its packed shard.
+        For each rank of the expert-parallel group its experts, in the order of its shard.
 
     Raises
     ------
-    DocumentError
-        When an id is out of range or twice on a rank, or an expert is nowhere.
+    LayoutError
+        When a rule is broken; the text says which, by which rank and expert.
 
     Examples
     --------
-    >>> ExpertPlacement(3, ((0, 1), (2, 0))).holders(0)
-    (0, 1)
+    >>> ExpertPlacement(3, ((0, 1), (1,)))
+    Traceback (most recent call last):
+    reshard.errors.LayoutError: experts are on no rank: found [2]
     """
 
     num_experts: int
     experts_by_rank: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.num_experts < 1 or not self.experts_by_rank:
-            _refuse("a placement has no experts or no ranks", "at least one of each", self)
+        if not _is_count(self.num_experts) or self.num_experts < 1 or not self.experts_by_rank:
+            raise LayoutError(
+                "a placement needs an expert and a rank",
+                found=f"{self.num_experts!r} experts, {len(self.experts_by_rank)} ranks",
+            )
         for rank, experts in enumerate(self.experts_by_rank):
-            outside = [e for e in experts if not 0 <= e < self.num_experts]
-            if outside:
-                _refuse("unknown expert", f"ids 0 to {self.num_experts - 1}", outside, rank)
+            for expert in experts:
+                if not _is_count(expert) or not 0 <= expert < self.num_experts:
+                    raise LayoutError(
+                        "a rank holds an expert that does not exist",
+                        rank=rank,
+                        expected=f"0 to {self.num_experts - 1}",
+                        found=repr(expert),
+                    )
             if len(set(experts)) != len(experts):
-                _refuse("a rank lists an expert twice", "distinct ids", list(experts), rank)
-        placed = {expert for experts in self.experts_by_rank for expert in experts}
-        missing = sorted(set(range(self.num_experts)) - placed)
+                raise LayoutError("a rank holds an expert twice", rank=rank, found=list(experts))
+        held = {expert for experts in self.experts_by_rank for expert in experts}
+        missing = sorted(set(range(self.num_experts)) - held)
         if missing:
-            _refuse("experts that no rank holds", "every expert on some rank", missing)
+            raise LayoutError("experts are on no rank", found=missing)
 
-    @property
-    def ep_size(self) -> int:
-        """Number of ranks of the expert-parallel group."""
-        return len(self.experts_by_rank)
+    @classmethod
+    def uniform(cls, num_experts: int, ep_size: int) -> ExpertPlacement:
+        """Equal contiguous blocks, as today's runtimes place experts.
 
-    def holders(self, expert: int) -> tuple[int, ...]:
-        """The EP ranks that hold an expert, ascending."""
-        return tuple(r for r, held in enumerate(self.experts_by_rank) if expert in held)
+        Raises
+        ------
+        LayoutError
+            When the experts do not divide.
+
+        Examples
+        --------
+        >>> ExpertPlacement.uniform(4, 2).experts_by_rank
+        ((0, 1), (2, 3))
+        """
+        each, rest = divmod(num_experts, ep_size) if ep_size > 0 else (0, 1)
+        if rest:
+            raise LayoutError(
+                "the experts do not divide by the ranks",
+                expected=f"a multiple of {ep_size}",
+                found=num_experts,
+            )
+        ranks = (tuple(range(rank * each, (rank + 1) * each)) for rank in range(ep_size))
+        return cls(num_experts, tuple(ranks))
+
+    @classmethod
+    def from_descriptor(cls, descriptor: object) -> ExpertPlacement:
+        """Read the plain data of a placement; every field is checked.
+
+        Parameters
+        ----------
+        descriptor
+            See the theory of this module.
+
+        Raises
+        ------
+        LayoutError
+            When it is malformed, of another version, or breaks a rule.
+        """
+        version, num_experts, size, ranks = _fields(
+            descriptor, "a placement", ("version", "num_experts", "ep_size", "ranks")
+        )
+        if not _is_count(version) or version != PLACEMENT_VERSION:
+            raise LayoutError(
+                "a placement of an unknown version", expected=PLACEMENT_VERSION, found=repr(version)
+            )
+        if not _is_count(num_experts) or not _is_count(size):
+            raise LayoutError(
+                "a placement does not count its experts and ranks",
+                found=f"num_experts {num_experts!r}, ep_size {size!r}",
+            )
+        return cls(num_experts, _experts_by_rank(ranks, size))
 
     def to_descriptor(self) -> dict[str, object]:
-        """The placement as plain data, as checkpoints carry it."""
-        ranks = [{"rank": r, "experts": list(held)} for r, held in enumerate(self.experts_by_rank)]
+        """The placement as plain data.
+
+        Examples
+        --------
+        >>> placement = ExpertPlacement(2, ((1,), (0,)))
+        >>> ExpertPlacement.from_descriptor(placement.to_descriptor()) == placement
+        True
+        """
         return {
             "version": PLACEMENT_VERSION,
             "num_experts": self.num_experts,
-            "ep_size": self.ep_size,
-            "ranks": ranks,
+            "ep_size": len(self.experts_by_rank),
+            "ranks": [
+                {"rank": rank, "experts": list(experts)}
+                for rank, experts in enumerate(self.experts_by_rank)
+            ],
         }
 
 
-def _refuse(what: str, expected: str, found: object, rank: object = None) -> NoReturn:
-    raise DocumentError(
-        f"expert placement: {what}",
-        rank=None if rank is None else f"ep {rank}",
-        expected=expected,
-        found=_shown(found),
-    )
-
-
-def _shown(found: object) -> str:
-    text = repr(found)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# --------------------------------------------------------------------------- makers
-
-
-def uniform_placement(num_experts: int, ep_size: int) -> ExpertPlacement:
-    """The placement that every runtime makes today: equal runs of experts, ranks ascending.
-
-    Raises
-    ------
-    UsageError
-        When the experts cannot be shared out evenly.
-
-    Examples
-    --------
-    >>> uniform_placement(4, 2).experts_by_rank
-    ((0, 1), (2, 3))
-    """
-    if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
-        fitting = [d for d in range(1, max(num_experts, 0) + 1) if num_experts % d == 0]
-        raise UsageError(
-            "the number of experts is not divisible by the expert-parallel degree",
-            expected=f"a divisor of {num_experts}: {', '.join(map(str, fitting))}",
-            found=ep_size,
-            next_step="choose a degree that divides the experts of every layer",
-        )
-    local = num_experts // ep_size
-    return ExpertPlacement(
-        num_experts, tuple(tuple(range(r * local, (r + 1) * local)) for r in range(ep_size))
-    )
-
-
-def parse_placement(descriptor: object) -> ExpertPlacement:
-    """Read a descriptor, checking everything.
-
-    Raises
-    ------
-    DocumentError
-        When it is malformed, of another version, or no placement.
-
-    Examples
-    --------
-    >>> ranks = [{"rank": 1, "experts": [0]}, {"rank": 0, "experts": [1]}]
-    >>> descriptor = {"version": 1, "num_experts": 2, "ep_size": 2, "ranks": ranks}
-    >>> parse_placement(descriptor).experts_by_rank
-    ((1,), (0,))
-    """
-    entries = _mapping(descriptor, "the descriptor")
-    version = entries.get("version")
-    if version != PLACEMENT_VERSION or isinstance(version, bool):
-        _refuse("unknown version", str(PLACEMENT_VERSION), version)
-    num_experts = _integer(entries.get("num_experts"), "num_experts", 1)
-    ep_size = _integer(entries.get("ep_size"), "ep_size", 1)
-    listed = _list(entries.get("ranks"), "ranks")
-    if len(listed) != ep_size:
-        _refuse("another number of ranks than ep_size", f"{ep_size} ranks", len(listed))
-    by_rank: dict[int, tuple[int, ...]] = {}
-    for entry in listed:
-        fields = _mapping(entry, "an entry of ranks")
-        rank = _integer(fields.get("rank"), "rank", 0)
-        if rank >= ep_size or rank in by_rank:
-            _refuse("ranks are not 0 to ep_size - 1, each once", f"0 to {ep_size - 1}", rank)
-        experts = _list(fields.get("experts"), "experts")
-        by_rank[rank] = tuple(_integer(expert, "an expert id", 0) for expert in experts)
-    return ExpertPlacement(num_experts, tuple(by_rank[rank] for rank in range(ep_size)))
-
-
-def _mapping(value: object, what: str) -> Mapping[object, object]:
-    if not isinstance(value, Mapping):
-        _refuse(f"{what} is not an object", "an object", value)
-    return value
-
-
-def _list(value: object, what: str) -> Sequence[object]:
-    if not isinstance(value, (list, tuple)):
-        _refuse(f"{what} is not a list", "a list", value)
-    return value
-
-
-def _integer(value: object, what: str, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        _refuse(f"{what} is no count", f"an integer of at least {minimum}", value)
-    return value
-
-
-# --------------------------------------------------------------------------- lowering
-
-
-def expert_map(placement: ExpertPlacement | object, logical_shape: Sequence[int]) -> ParamAffineMap:
-    """The map of a fused expert parameter over the ranks of its expert-parallel group.
+def expert_map(
+    placement: ExpertPlacement | Mapping[str, object], logical_shape: Sequence[int]
+) -> ParamAffineMap:
+    """The map of one expert parameter `[num_experts, …]` over the ranks of its group.
 
     Parameters
     ----------
     placement
-        A placement, or its descriptor as plain data.
+        The placement, or its descriptor.
     logical_shape
-        ``[num_experts, ...]``.
+        Shape of the parameter of all experts; dim 0 counts them.
 
     Raises
     ------
-    DocumentError
-        When the descriptor is malformed.
     LayoutError
-        When the shape does not start with the number of experts.
+        When the descriptor is malformed, or dim 0 is not the number of experts.
 
     Examples
     --------
-    >>> print(expert_map(uniform_placement(4, 2), (4, 3)))
-    4×3 over 2 ranks
-      0 (2×3): F[0 + 6×1] → [0 + 6×1] on 0
-      1 (2×3): F[6 + 6×1] → [0 + 6×1] on 1
+    Three experts over two ranks; expert 1 is on both, and rank 1 packs it last:
+
+    ====  =======  ==========
+    rank  shard    experts
+    ====  =======  ==========
+    0     (2, 4)   0, 1
+    1     (2, 4)   2, 1
+    ====  =======  ==========
+
+    >>> print(expert_map(ExpertPlacement(3, ((0, 1), (2, 1))), (3, 4)))
+    3×4 over 2 ranks
+      0 (2×4): F[0 + 1×4 4×1] → [0 + 1×4 4×1] on 0; F[4 + 1×4 4×1] → [4 + 1×4 4×1] on 0,1
+      1 (2×4): F[8 + 1×4 4×1] → [0 + 1×4 4×1] on 1; F[4 + 1×4 4×1] → [4 + 1×4 4×1] on 0,1
     """
-    placed = placement if isinstance(placement, ExpertPlacement) else parse_placement(placement)
-    shape = tuple(logical_shape)
-    if not shape or shape[0] != placed.num_experts:
+    if not isinstance(placement, ExpertPlacement):
+        placement = ExpertPlacement.from_descriptor(placement)
+    if not logical_shape or logical_shape[0] != placement.num_experts:
         raise LayoutError(
-            "the shape of an expert parameter does not start with the number of experts",
-            expected=f"({placed.num_experts}, ...)",
-            found=shape,
+            "an expert parameter does not count its experts in dim 0",
+            expected=placement.num_experts,
+            found=f"shape {tuple(logical_shape)}",
         )
-    strides = row_major_strides(shape)
-    shapes = {rank: (len(held), *shape[1:]) for rank, held in enumerate(placed.experts_by_rank)}
-    pieces = {
-        rank: [
-            AffinePiece(
-                (count, *shape[1:]),
-                expert * strides[0],
-                strides,
-                position * strides[0],
-                strides,
-                locations,
-            )
-            for expert, position, count, locations in _runs(placed, rank)
-        ]
-        for rank in shapes
+    ranges = {
+        rank: [(expert, 1) for expert in experts]
+        for rank, experts in enumerate(placement.experts_by_rank)
     }
-    return ParamAffineMap(shape, shapes, pieces).canonical()
+    return ranges_map(logical_shape, ranges, 0, replica_length=1)
 
 
-def _runs(placed: ExpertPlacement, rank: int) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Runs of consecutive ids with the same holders: first id, position, count, holders."""
-    held = placed.experts_by_rank[rank]
-    holders = [placed.holders(expert) for expert in held]
-    start = 0
-    for end in range(1, len(held) + 1):
-        goes_on = (
-            end < len(held) and held[end] == held[end - 1] + 1 and holders[end] == holders[start]
+def _experts_by_rank(ranks: object, size: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(ranks, list) or len(ranks) != size:
+        raise LayoutError(
+            "a placement does not list its ranks",
+            expected=f"a list of {size}",
+            found=f"{len(ranks)} entries" if isinstance(ranks, list) else type(ranks).__name__,
         )
-        if not goes_on:
-            yield held[start], start, end - start, holders[start]
-            start = end
+    by_rank: dict[int, tuple[int, ...]] = {}
+    for entry in ranks:
+        rank, experts = _fields(entry, "a rank of a placement", ("rank", "experts"))
+        if not _is_count(rank) or not 0 <= rank < size or rank in by_rank:
+            raise LayoutError(
+                "a placement lists a rank twice, or one that does not exist",
+                expected=f"0 to {size - 1}, each once",
+                found=repr(rank),
+            )
+        if not isinstance(experts, list) or not all(map(_is_count, experts)):
+            raise LayoutError(
+                "the experts of a rank are not a list of numbers", rank=rank, found=repr(experts)
+            )
+        by_rank[rank] = tuple(experts)
+    return tuple(by_rank[rank] for rank in range(size))
+
+
+def _fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ...]:
+    """The named entries of a mapping that has exactly those."""
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+        raise LayoutError(f"{what} has other fields", expected=", ".join(names), found=found)
+    return tuple(value[name] for name in names)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

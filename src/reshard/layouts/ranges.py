@@ -84,7 +84,7 @@ def ranges_map(
     return ParamAffineMap(full, shapes, pieces)
 
 
-def require_dim(shape: Sequence[int], dim: int) -> None:
+def require_dim(shape: Sequence[object], dim: int) -> None:
     """Refuse a dim that the shape does not have.
 
     Raises
@@ -93,9 +93,7 @@ def require_dim(shape: Sequence[int], dim: int) -> None:
         Also for negative dims, which would mean something else for every shape.
     """
     if not 0 <= dim < len(shape):
-        raise LayoutError(
-            "the parameter has no such dim", dim=dim, found=f"shape {tuple(shape)}"
-        )
+        raise LayoutError("the parameter has no such dim", dim=dim, found=f"shape {tuple(shape)}")
 
 
 def resized(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
@@ -111,6 +109,8 @@ def _joined(ranges: Sequence[Range]) -> Iterator[Range]:
     """Ranges with those that follow each other joined, and empty ones left out."""
     start = length = 0
     for begin, extent in ranges:
+        if not extent:
+            continue
         if length and begin == start + length:
             length += extent
             continue
@@ -166,15 +166,15 @@ class _Holding:
     ) -> Iterator[tuple[Range, Holders]]:
         """Cut ranges where their holders change."""
         for start, length in ranges:
-            stop = start + length
-            while start < stop:
-                index = bisect_left(self._ends, start + 1) - 1
+            at = start
+            while at < start + length:
+                index = bisect_left(self._ends, at + 1) - 1
                 holders = self._holders[index]
-                end = self._unchanged_until(index, stop)
+                end = self._unchanged_until(index, start + length)
                 if replica_length and len(holders) > 1:
-                    end = min(end, start + replica_length)
-                yield (start, end - start), holders
-                start = end
+                    end = min(end, at + replica_length)
+                yield (at, end - at), holders
+                at = end
 
     def _unchanged_until(self, index: int, stop: int) -> int:
         """The first end at which the holders differ from those of an interval, at most `stop`."""

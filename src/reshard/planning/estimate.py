@@ -66,7 +66,7 @@ def estimate(plan: Plan) -> Estimate:
         known = counts.get(id(fill.route))
         if known is None:
             known = counts[id(fill.route)] = _elements(fill.route)
-        item = fill.dtype.itemsize
+        item = (fill.stored or fill.dtype).itemsize
         read += known[0] * item
         compared += known[1] * item
         strided += known[2] * item

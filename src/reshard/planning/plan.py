@@ -97,7 +97,7 @@ class PlannedFill:
     key
         `(name, state)`.
     dtype
-        Element type, the same in source and target.
+        Element type in the target.
     shape
         Shape of the target shard.
     offset
@@ -108,6 +108,8 @@ class PlannedFill:
         The geometry.
     places
         Start of each holder's shard, in the order of `route.holders`.
+    stored
+        Element type in the source where it is another one and elements are rounded; else None.
     """
 
     key: TensorKey
@@ -117,6 +119,7 @@ class PlannedFill:
     nbytes: int
     route: Route
     places: tuple[Place, ...]
+    stored: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,8 @@ class Plan:
 
 def _fill_text(fill: PlannedFill, route: int) -> str:
     places = [(place.source, place.offset) for place in fill.places]
-    return repr((fill.key, fill.dtype.name, fill.shape, fill.offset, fill.nbytes, route, places))
+    dtypes = (fill.dtype.name, *((fill.stored.name,) if fill.stored else ()))
+    return repr((fill.key, *dtypes, fill.shape, fill.offset, fill.nbytes, route, places))
 
 
 def _move_list(move: Move) -> list[object]:
@@ -278,6 +282,7 @@ def _fill_dict(fill: PlannedFill, number: Mapping[int, int]) -> dict[str, object
         "name": fill.key[0],
         "state": fill.key[1],
         "dtype": fill.dtype.name,
+        **({"rounded_from": fill.stored.name} if fill.stored else {}),
         "shape": list(fill.shape),
         "offset": fill.offset,
         "nbytes": fill.nbytes,

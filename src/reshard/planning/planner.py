@@ -168,6 +168,7 @@ class _Planner:
             route.numel * fill.dtype.itemsize,
             route,
             places,
+            tensor.dtype if tensor.dtype != fill.dtype else None,
         )
 
     def _tensor(self, fill: Fill) -> StoredTensor:
@@ -179,7 +180,8 @@ class _Planner:
                 parameter=name,
                 state=state,
             )
-        if tensor.dtype != fill.dtype:
+        rounds = fill.cast and tensor.dtype.is_floating and fill.dtype.is_floating
+        if tensor.dtype != fill.dtype and not rounds:
             raise CheckpointError(
                 "the output needs another element type than the source has",
                 parameter=name,

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reshard.errors import ArchiveError, HostileFileError
-from reshard.formats.torch_archive import Global, ObjectRecord, read_archive, short_repr
+from reshard.formats.torch_archive import (
+    Global,
+    ObjectRecord,
+    lay_out_archive,
+    read_archive,
+    short_repr,
+)
 from tests.formats.torch_archive.handmade import (
     archive_bytes_at,
     named,
@@ -279,6 +285,8 @@ def test_globals_that_never_belong_in_a_checkpoint(path: str, tmp_path: Path) ->
         ("my_model", "subprocess"),
         ("my_model", "Net.forward.__globals__"),
         ("my_model", "Net.__init__"),
+        ("my_model", "Net.__new__.__globals__"),
+        ("builtins", "type.__new__"),
         ("my_model", "__builtins__"),
         ("logging", "os.popen"),
         ("deepspeed", "ops.op_builder.OpBuilder"),
@@ -414,10 +422,11 @@ def test_real_attacks_do_not_run(
 
 
 def _seconds(folder: Path, pickled: bytes) -> float:
-    start = time.perf_counter()
+    """Processor time of refusing a pickle."""
+    start = time.process_time()
     with pytest.raises(ArchiveError):
         read_pickle(folder, pickled)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path) -> None:
@@ -443,6 +452,34 @@ def test_copies_draw_on_a_budget(tmp_path: Path) -> None:
     assert _seconds(tmp_path, b"(" + twice + b"h\x01h\x00\x85R" * 1000 + b"l") < 2
 
 
+def test_work_is_not_repeated_for_what_is_shared(tmp_path: Path) -> None:
+    """One large part that a few bytes name again and again, in every place that looks inside."""
+    times = 3000
+    keys = b"(" + b"K\x01" * 50_000 + b"tq\x00"
+    assert _seconds(tmp_path, b"}(" + keys + b"Nh\x00N" * times + b"u") < 2
+    state = b"}q\x00(" + b"".join(text(f"k{n}") + b"N" for n in range(20_000)) + b"u"
+    attributes = named("collections OrderedDict") + b")R" + state + b"b" + b"h\x00b" * times
+    assert _seconds(tmp_path, attributes) < 2
+    keywords = state + named("m C") + b"q\x01)h\x00\x92" + b"h\x01)h\x00\x92" * times
+    assert _seconds(tmp_path, b"(" + keywords + b"t") < 2
+    fragment = named("deepspeed.utils.tensor_fragment fragment_address") + b"q\x01"
+    good = state + b"(" + text("numel") + b"K\x01" + text("start") + b"K\x01u"
+    start = time.process_time()
+    read_pickle(tmp_path, b"(" + good + fragment + b"0" + b"h\x01)\x81h\x00b" * times + b"t")
+    shared = b"](" + b"K\x01" * 50_000 + b"eq\x00"
+    read_pickle(tmp_path, b"(" + shared + b"h\x00" * times + b"t")
+    assert time.process_time() - start < 4
+
+
+def test_nested_sets_are_put_in_order_once(tmp_path: Path) -> None:
+    members = b"(N\x91"
+    for number in range(60):
+        members = b"(" + members + b"K" + bytes((number,)) + b"\x91"
+    start = time.process_time()
+    lay_out_archive(read_pickle(tmp_path, members).root, "nested")
+    assert time.process_time() - start < 2
+
+
 def test_deep_and_cyclic_trees_are_refused(tmp_path: Path) -> None:
     for pickled in (
         b"]" * 5000 + b"a" * 4999,
@@ -457,10 +494,10 @@ def test_deep_and_cyclic_trees_are_refused(tmp_path: Path) -> None:
 
 def test_shared_parts_cost_nothing(tmp_path: Path) -> None:
     """A tree that is small in the file and astronomically large when written out."""
-    start = time.perf_counter()
+    start = time.process_time()
     root = read_pickle(tmp_path, b"]" + b"2\x86" * 60).root
-    assert len(short_repr(root)) < 20_000
-    assert time.perf_counter() - start < 1
+    assert len(short_repr(root)) < 400
+    assert time.process_time() - start < 1
 
 
 def test_a_record_may_hold_itself(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from reshard.formats.torch_archive import (
     DefaultDict,
     Device,
     Global,
+    LossScaler,
     ObjectRecord,
     Size,
     StorageRecord,
+    short_repr,
 )
 from reshard.formats.torch_archive.construction import Construction
 from reshard.formats.torch_archive.machine import Machine
@@ -177,6 +179,36 @@ def test_a_storage_has_one_class_and_length(tmp_path: Path) -> None:
         read_pickle(tmp_path, STORAGE + half + b"\x86")
 
 
+def test_a_loss_scaler_without_a_scale(tmp_path: Path) -> None:
+    scaler = read_pickle(
+        tmp_path, named("deepspeed.runtime.fp16.loss_scaler LossScaler") + b")\x81"
+    )
+    assert isinstance(scaler.root, LossScaler)
+    assert not scaler.root.dynamic
+    with pytest.raises(ArchiveError, match="cur_scale"):
+        _ = scaler.root.cur_scale
+
+
+def test_what_is_shown_is_short(tmp_path: Path) -> None:
+    values = [
+        1 << 100_000,
+        -(1 << 100_000),
+        b"x" * 10_000,
+        bytearray(10_000),
+        "y" * 10_000,
+        OrderedDict.fromkeys(range(10_000)),
+        Size(range(10_000)),
+        set(range(10_000)),
+        [[[[[[[[1]]]]]]]],
+        DTYPES["int8"],
+    ]
+    for value in values:
+        assert len(short_repr(value)) < 400
+    record = read_pickle(tmp_path, named("m C") + b"(" + b"]" * 20 + b"t\x81").root
+    assert repr(record).startswith("m.C([], [], [], ")
+    assert len(repr(record)) < 100
+
+
 def test_records_say_how_they_are_made(tmp_path: Path) -> None:
     pickled = named("m C") + b"K\x01\x85\x81(K\x02K\x03e(K\x04K\x05u}" + text("a") + b"K\x06sb"
     record = read_pickle(tmp_path, pickled).root
@@ -193,7 +225,6 @@ def test_records_say_how_they_are_made(tmp_path: Path) -> None:
     ("pickled", "what"),
     [
         (named("deepspeed.utils.tensor_fragment fragment_address") + b")\x81}b", "numel"),
-        (named("deepspeed.runtime.fp16.loss_scaler LossScaler") + b")\x81", "cur_scale"),
         (named("deepspeed.runtime.zero.config ZeroStageEnum") + text("x") + b"\x85R", "value"),
         (named("deepspeed.checkpoint.universal_checkpoint SubparamShape") + b")\x81", "patterns"),
         (named("numpy dtype") + b"K\x01\x85R", "type code"),

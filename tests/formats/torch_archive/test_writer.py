@@ -26,6 +26,7 @@ from reshard.formats.torch_archive import (
     read_archive,
     write_archive,
 )
+from reshard.formats.torch_archive.zip_layout import ZipLayout
 from tests.formats.torch_archive.real_files import raw_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ def test_torch_computes_the_places_of_storages(
     write_archive(path, made)
     # With this variable torch checks every computed place against the header.
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
-    with config.patch({"load.calculate_storage_offsets": True}):
+    places = {"load.calculate_storage_offsets": True}
+    with config.patch(places):  # type: ignore[attr-defined]
         for loaded in (torch.load(path), torch.load(path, mmap=True)):
             assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
 
@@ -283,6 +285,20 @@ def test_wrong_new_tensors() -> None:
         NewTensor(FLOAT, (-1,))
     with pytest.raises(UsageError, match="as many strides"):
         NewTensor(FLOAT, (1,), strides=(1, 1))
+
+
+def test_more_storages_than_16_bits_count(tmp_path: Path) -> None:
+    layout = ZipLayout()
+    layout.add("many/data.pkl", 4, data=b"\x80\x02N.", crc32=zlib.crc32(b"\x80\x02N."))
+    for number in range(65_600):
+        layout.add(f"many/data/{number}", 0)
+    _, ((start, whole),), _ = layout.finish()
+    assert start == 0
+    path = tmp_path / "many.pt"
+    path.write_bytes(whole)
+    assert read_archive(path).root is None
+    with zipfile.ZipFile(path) as zipped:
+        assert len(zipped.namelist()) == 65_601
 
 
 def test_deep_and_long_trees(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import time
@@ -43,8 +44,15 @@ def refused(folder: Path, data: bytes) -> str:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="not there"):
         read_archive(tmp_path / "absent.pt")
-    with pytest.raises(ArchiveError, match="cannot be read"):
+    with pytest.raises(ArchiveError, match="a folder or a device"):
         read_archive(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArchiveError, match="a folder or a device"):
+        read_archive(tmp_path / "pipe")
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        read_archive(tmp_path / ("x" * 300))
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        read_archive("nul\0")
 
 
 def test_what_is_no_archive(tmp_path: Path, whole: bytes) -> None:
@@ -75,7 +83,7 @@ def test_something_after_the_end(tmp_path: Path, whole: bytes) -> None:
 def test_every_single_byte_flip_gives_a_result_or_an_error(tmp_path: Path, whole: bytes) -> None:
     rng = random.Random(5)
     path = tmp_path / "flipped.pt"
-    positions = [*range(500), *range(len(whole) - 900, len(whole))]
+    positions = [*range(0, 500, 2), *range(len(whole) - 900, len(whole), 2)]
     for position in positions:
         data = bytearray(whole)
         data[position] ^= 1 << rng.randrange(8)
@@ -180,6 +188,18 @@ def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
         read_archive(path)
 
 
+def test_a_storage_that_is_too_long_is_noted(tmp_path: Path) -> None:
+    pickled = b"\x80\x02" + tensor() + b"."
+    archive = read_archive(archive_bytes_at(tmp_path / "x.pt", pickled, {"data/0": bytes(20)}))
+    assert archive.problems == ("storage '0' has 20 bytes where the pickle says 16",)
+
+
+def test_something_after_the_pickle_is_noted(tmp_path: Path) -> None:
+    archive = read_archive(archive_bytes_at(tmp_path / "x.pt", b"\x80\x02N." + b"cos\nsystem\n."))
+    assert archive.root is None
+    assert archive.problems == ("12 bytes follow the end of the pickle",)
+
+
 def test_a_pickle_whose_checksum_fails_is_noted(tmp_path: Path, whole: bytes) -> None:
     # One letter of a text in the pickle: everything still fits together.
     data = whole.replace(b"X\x01\0\0\0x", b"X\x01\0\0\0y")
@@ -224,8 +244,12 @@ def test_records_that_do_not_fit(tmp_path: Path) -> None:
         read_archive(_patched(fresh(), "x/version", 20, huge))
     with zipfile.ZipFile(fresh()) as zipped:
         start = zipped.getinfo("x/data/0").header_offset
-    with pytest.raises(ArchiveError, match="no local header"):
-        read_archive(_patched(fresh(), "x/byteorder", 42, struct.pack("<I", start - 37)))
+    path = fresh()
+    data = bytearray(path.read_bytes())
+    data[start : start + 2] = b"XX"
+    path.write_bytes(data)
+    with pytest.raises(ArchiveError, match=r"no local header of record 'x/data/0'"):
+        read_archive(path)
     with pytest.raises(ArchiveError, match="encrypted"):
         read_archive(_patched(fresh(), "x/data/0", 8, b"\1"))
     with pytest.raises(ArchiveError, match="printable"):

@@ -22,8 +22,9 @@ from math import prod
 from reshard.errors import CheckpointError
 from reshard.formats.checkpoint import Problem
 from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
-from reshard.formats.deepspeed.records import ModelStates, OptimizerStates, Shapes
+from reshard.formats.deepspeed.records import ModelStates, Shapes
 from reshard.layouts.flat import FlatFragment, contiguous_partition, flat_offsets
 
 
@@ -63,7 +64,8 @@ def add_contiguous(found: Partitions, buffer: Buffer) -> None:
     alignment = _alignment(buffer, len(numels))
     length = _partition_length(buffer, numels, alignment)
     flat = list(contiguous_partition(numels, length, alignment)) if length else []
-    _check_mappings(found, buffer, flat)
+    if buffer.mapped:
+        _check_mappings(found, buffer, flat)
     found.add(buffer, flat)
 
 

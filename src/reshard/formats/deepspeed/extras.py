@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 
 from reshard.formats.checkpoint import Extra
 from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Partitions
-from reshard.formats.deepspeed.records import ModelStates, OptimizerStates
+from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.model_keys import (
     CARRIED,
     OF_THE_PARTITIONS,
@@ -74,18 +75,22 @@ def group_names(
 
 def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[str, Extra]:
     first = ranks[0, 0]
-    settings = {
-        key: value
-        for key, value in first.settings.items()
-        if key not in OF_THE_PARTITIONS and not isinstance(value, TensorRecord)
-    }
+    settings = {key: value for key, value in first.settings.items() if key not in OF_THE_PARTITIONS}
     require_one_value(
         {rank.file: rank.settings.get("loss_scaler") for rank in ranks.values()}, "the loss scaler"
     )
     require_one_value(
-        {rank.file: rank.param_groups for rank in ranks.values()}, "the hyperparameters"
+        {rank.file: _numbers(rank.param_groups) for rank in ranks.values()}, "the hyperparameters"
     )
     return {
         "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
         "optimizer_settings": Extra(settings, first.file),
     }
+
+
+def _numbers(groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Hyperparameters without those kept as tensors, whose bytes lie elsewhere in each file."""
+    return [
+        {key: value for key, value in group.items() if not isinstance(value, TensorRecord)}
+        for group in groups
+    ]

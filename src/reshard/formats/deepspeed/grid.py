@@ -12,6 +12,7 @@ Sources: `reshape_3d_utils.py`, `ds_to_universal.py` (`_build_zero3_rank_grid`),
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,8 +186,9 @@ def _counter(model: ModelStates, key: str) -> object:
 
 
 def _layer_files_of_one_layer(inventory: Inventory) -> int:
-    layers = list(inventory.of_kind(FileKind.LAYER))
-    return sum(1 for name in layers if name.layer == layers[0].layer) if layers else 0
+    """The most files that any pipeline layer has; one that lacks a file must not mislead."""
+    layers = Counter(name.layer for name in inventory.of_kind(FileKind.LAYER))
+    return max(layers.values(), default=0)
 
 
 # --------------------------------------------------------------------------- completeness

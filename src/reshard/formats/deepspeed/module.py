@@ -5,10 +5,10 @@ model-state files, in a different place for each stage:
 
 * ZeRO-0, 1, 2: in `module`, once a model-parallel rank. ZeRO-2 repeats frozen parameters in
   `frozen_param_fragments`; the bytes of `module` are the same.
-* ZeRO-3: `module` has empty placeholders for parameters and real values for buffers, on every rank;
-a
-  frozen parameter is in `frozen_param_fragments`, each rank's block of `ceil(n / W)` elements.
-* pipelines: in the layer files, under names local to the layer.
+* ZeRO-3: `module` has empty placeholders for parameters and real values for buffers, on every
+  rank; a frozen parameter is in `frozen_param_fragments`, each rank's block of `ceil(n / W)`
+  elements. Frozen experts are partitioned among the ranks with the same EP rank.
+* pipelines: in the layer files (`pipeline_layers`); experts: in files of their own.
 
 A name in `module` that is an alias of a trained or frozen parameter (tied weights) is neither.
 """
@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from reshard.errors import CheckpointError
 from reshard.formats.assembly import Stretch, record_region
 from reshard.formats.checkpoint import Region, Role
-from reshard.formats.deepspeed.names import FileName
+from reshard.formats.deepspeed.experts import AutoEP
+from reshard.formats.deepspeed.grid import Degrees
 from reshard.formats.deepspeed.records import ModelStates
-from reshard.formats.parsing import Cursor
-from reshard.formats.torch_archive import TensorRecord, read_archive
+from reshard.formats.torch_archive import TensorRecord
 from reshard.layouts.flat import FlatFragment, ceil_div, per_parameter_partition
 
 
@@ -59,7 +58,7 @@ class ModuleTensor:
     over_world: bool = False
 
 
-def _whole(record: TensorRecord, files: Iterable[tuple[TensorRecord, str]]) -> ModuleShard:
+def whole_shard(record: TensorRecord, files: Iterable[tuple[TensorRecord, str]]) -> ModuleShard:
     """A shard that each of several files holds whole."""
     numel = prod(record.shape)
     stretches = tuple(Stretch(record_region(held, file), 0, numel) for held, file in files)
@@ -79,7 +78,7 @@ def module_tensors(
         if name in trained or name in aliases:
             continue
         shards = {
-            model.mp: _whole(model.module[name], [(model.module[name], model.file)])
+            model.mp: whole_shard(model.module[name], [(model.module[name], model.file)])
             for model in columns
             if model.module and name in model.module
         }
@@ -92,17 +91,22 @@ def module_tensors(
 
 def zero3_tensors(
     models: Mapping[tuple[int, int], ModelStates],
-    dp: int,
-    tp: int,
+    grid: Degrees,
     trained: frozenset[str],
     aliases: Mapping[str, str],
     untouched: frozenset[str],
+    autoep: AutoEP | None,
 ) -> Iterator[ModuleTensor]:
     """Frozen parameters and buffers of ZeRO-3; `models` are by `(dp, mp)`."""
-    first = models[0, 0]
+    first, dp, tp = models[0, 0], grid.dp, grid.mp
     frozen = dict.fromkeys(name for model in models.values() for name in model.frozen_shapes)
+    fused = autoep.by_name if autoep is not None else {}
     for name in frozen:
-        if name not in trained:
+        if name in trained:
+            continue  # a rank without experts lists its empty shard as frozen
+        if name in fused and autoep is not None:
+            yield _frozen_experts(name, models, autoep)
+        else:
             yield _frozen_zero3(name, models, dp, tp, untouched)
     for name in dict.fromkeys(name for m in models.values() for name in m.module or {}):
         if name in trained or name in aliases or name in frozen:
@@ -128,7 +132,7 @@ def _buffers_zero3(
             if model.module and name in model.module
         ]
         if holders:
-            shards[column] = _whole(holders[0][0], holders)
+            shards[column] = whole_shard(holders[0][0], holders)
     return shards
 
 
@@ -153,6 +157,70 @@ def _frozen_zero3(
         if name in models[0, column].frozen_shapes
     }
     return ModuleTensor(name, Role.FROZEN, shards)
+
+
+def _frozen_experts(
+    name: str, models: Mapping[tuple[int, int], ModelStates], autoep: AutoEP
+) -> ModuleTensor:
+    """Frozen experts, by EP rank: each rank's block of its own experts, in the stated order."""
+    layer = autoep.by_name[name]
+    held: dict[int, dict[int, list[ModelStates]]] = {}
+    counts = set()
+    for cell, model in models.items():
+        place = autoep.places.get(cell)
+        if place is None or place.edp_rank is None or place.edp is None:
+            raise CheckpointError(
+                "ds_autoep_layers does not state the place of its writer among the experts",
+                file=model.file,
+                parameter=name,
+                expected="ep_rank, expert_data_parallel_rank, expert_data_parallel_world_size",
+            )
+        counts.add(place.edp)
+        held.setdefault(place.ep_rank, {}).setdefault(place.edp_rank, []).append(model)
+    shards = {}
+    for ep_rank in range(layer.ep_size):
+        ranks = held.get(ep_rank, {})
+        if len(counts) != 1 or sorted(ranks) != list(range(min(counts))):
+            raise _incomplete(name, ep_rank, counts, ranks, models[0, 0].file)
+        if any(len(twice) > 1 for twice in ranks.values()):
+            raise _incomplete(name, ep_rank, counts, ranks, models[0, 0].file)
+        files = [ranks[rank][0] for rank in sorted(ranks)]
+        shape = _frozen_shape(name, files[0])
+        if shape != layer.local_shape(ep_rank, shape[1:]):
+            raise CheckpointError(
+                "a rank holds another number of experts than the placement says",
+                file=files[0].file,
+                parameter=name,
+                expected=f"shape {layer.local_shape(ep_rank, shape[1:])}",
+                found=f"shape {shape}",
+            )
+        shards[ep_rank] = _blocks(name, shape, files)
+    return ModuleTensor(name, Role.FROZEN, shards)
+
+
+def _frozen_shape(name: str, model: ModelStates) -> tuple[int, ...]:
+    shape = model.frozen_shapes.get(name)
+    if shape is None:
+        raise CheckpointError(
+            "a rank does not list a frozen parameter that another rank lists",
+            file=model.file,
+            parameter=name,
+            next_step="the files are of different runs",
+        )
+    return shape
+
+
+def _incomplete(
+    name: str, ep_rank: int, counts: set[int], ranks: Mapping[int, object], file: str
+) -> CheckpointError:
+    return CheckpointError(
+        f"the blocks of the experts of EP rank {ep_rank} are not there once each",
+        file=file,
+        parameter=name,
+        expected=f"blocks of {sorted(counts)} ranks",
+        found=f"of ranks {sorted(ranks)}",
+        next_step="files of different runs lie in one folder",
+    )
 
 
 def _fragment(model: ModelStates, name: str) -> TensorRecord:
@@ -190,29 +258,3 @@ def _blocks(name: str, shape: tuple[int, ...], models: list[ModelStates]) -> Mod
 def _block_stretch(part: FlatFragment, record: TensorRecord, file: str) -> Stretch:
     nbytes = part.numel * record.dtype.itemsize
     return Stretch(Region(file, record.offset, nbytes), part.shard_start, part.numel)
-
-
-# --------------------------------------------------------------------------- pipelines
-
-
-def layer_tensors(
-    files: Mapping[FileName, Path], trained: frozenset[str]
-) -> Iterator[ModuleTensor]:
-    """Tensors of pipeline layer files that no optimizer trains.
-
-    A layer `L` is the module `L` of the pipeline, so its tensor `w` is the parameter `L.w`; of a
-    tied layer it is `tied_modules.KEY.w`, and already known under that name.
-    """
-    found: dict[str, dict[int, ModuleShard]] = {}
-    tied = {name.split(".", 2)[2] for name in trained if name.startswith("tied_modules.")}
-    for parsed, path in files.items():
-        archive = read_archive(str(path))
-        for local, value in Cursor(archive.root, str(path)).named():
-            name = f"{parsed.layer}.{local}"
-            record = value.value
-            if name in trained or local in tied or not isinstance(record, TensorRecord):
-                continue
-            shard = _whole(record, [(record, str(path))])
-            found.setdefault(name, {})[parsed.mp] = shard
-    for name, shards in found.items():
-        yield ModuleTensor(name, Role.FROZEN, shards)

@@ -3,11 +3,12 @@ r"""The names of DeepSpeed's files, and what each says about who wrote it.
 Theory. A DeepSpeed checkpoint has no index. What a file is, and which rank wrote it, is known from
 its name alone, so the grammar is kept in one place::
 
-    mp_rank_{mp:02d}_model_states.pt                              ZeRO 0, 1, 2: one a model-parallel
-    rank zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt            ZeRO-3: one a rank
+    mp_rank_{mp:02d}_model_states.pt                       ZeRO 0, 1, 2: one a model-parallel rank
+    zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt                ZeRO-3: one a rank
     [bf16_|fp16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt   any ZeRO: one a rank
     layer_{layer:02d}-[model_{tp:02d}-]model_states.pt            weights of a pipeline layer
     layer_{moe}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt  weights of one expert
+    expert_{expert}_mp_rank_{mp:02d}_model_states.pt              the same, long ago
     expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt               MoE without ZeRO
 
 `mp` counts tensor-parallel ranks fastest: `mp = pp * tp_degree + tp`. Ranks are numbers and are
@@ -32,6 +33,7 @@ class FileKind(Enum):
     OPTIMIZER = "optimizer states"
     LAYER = "pipeline layer"
     EXPERT = "expert"
+    LEGACY_EXPERT = "expert without a layer"
     EXPERT_OPTIMIZER = "expert optimizer states"
 
 
@@ -76,6 +78,10 @@ _GRAMMAR: tuple[tuple[FileKind, re.Pattern[str]], ...] = (
         ),
     ),
     (
+        FileKind.LEGACY_EXPERT,
+        re.compile(r"expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    ),
+    (
         FileKind.EXPERT_OPTIMIZER,
         re.compile(r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
     ),
@@ -113,3 +119,14 @@ def zero3_model_file_name(dp: int, mp: int) -> str:
 def optimizer_file_name(dp: int, mp: int, prefix: str = "") -> str:
     """Name of the optimizer file of a rank; `prefix` is ``""``, ``"bf16_"`` or ``"fp16_"``."""
     return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def expert_file_name(layer: int, expert: int, mp: int) -> str:
+    """Name of the file of one expert of one mixture-of-experts layer."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def layer_file_name(layer: int, tp: int | None) -> str:
+    """Name of the file of a pipeline layer; `tp` is None without a tensor-parallel axis."""
+    rank = "" if tp is None else f"model_{tp:02d}-"
+    return f"layer_{layer:02d}-{rank}model_states.pt"

@@ -27,7 +27,8 @@ from math import prod
 from reshard.errors import CheckpointError
 from reshard.formats.assembly import Stretch
 from reshard.formats.checkpoint import Problem, Region
-from reshard.formats.deepspeed.records import GroupStates, OptimizerStates, Shapes, uncuttable
+from reshard.formats.deepspeed.optimizer_records import GroupStates, OptimizerStates, uncuttable
+from reshard.formats.deepspeed.records import Shapes
 from reshard.formats.torch_archive import TensorRecord
 from reshard.layouts.flat import FlatFragment
 
@@ -69,6 +70,8 @@ class Buffer:
         Where the shards are filed.
     names
         Names that are local to the ranks -> the names in the checkpoint; the others are both.
+    mapped
+        Whether the files' own mappings are to be believed, and so compared.
     """
 
     group: int
@@ -76,6 +79,7 @@ class Buffer:
     parts: tuple[Part, ...]
     column: int
     names: Mapping[str, str] = field(default_factory=dict)
+    mapped: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,24 @@
-"""Which map says how a parameter was cut over tensor-parallel ranks.
+"""Which map says how a parameter was cut over tensor-parallel ranks, in a DeepSpeed checkpoint.
 
-Theory. A shard alone does not tell which part of the parameter it is. The answer comes from the
-checkpoint or from the user, never from a guess at the name: the *stored map* (`affine_map` in
-`universal_checkpoint_info`, written by AutoTP from 0.19.8 on), or the one shard that is the
-parameter when there is one tensor rank. Anything else is refused with the list of what is not
-known.
+Theory. Four sources are asked in turn (:func:`read_layouts`):
+
+1. what the user states (`--layout`), which can mend what the files say wrongly;
+2. the *stored maps*: `affine_map` in `universal_checkpoint_info`, written by AutoTP from 0.19.8 on;
+3. the *conversion keys*: lists of patterns beside it (`conversion_keys`);
+4. with one tensor rank, the shard itself, which is the parameter.
+
+Anything else is refused with the list of what is not known.
 
 A stored map is foreign input. Before it is used it must satisfy the properties that every map must
 have, and fit the shards that the files hold: same ranks, same number of elements, and the same
-shape where it has as many dimensions (DeepSpeed 0.19.8 writes a map with transposed shards for
-convolution layers; it would rebuild, silently, scrambled).
+shape where it has as many dimensions. Three kinds that DeepSpeed 0.19.8 writes are false:
+
+* for convolution layers the cut dim is wrong. Where the shapes show it the map is refused, with the
+  cut that would fit; rebuilding would scramble the weight silently.
+* under `zero.Init` a parameter that AutoTP never touched has a map of shape `(0,)`, made from the
+  placeholder. It says nothing, and the next source is asked.
+* with AutoEP and AutoTP together, experts have maps that call the local experts of a rank the whole
+  parameter, replicated. They are not used: placement decides.
 
 Source: `checkpoint/constants.py`, `module_inject/layers.py`
 (`collect_autotp_universal_checkpoint_info`).
@@ -17,77 +26,77 @@ Source: `checkpoint/constants.py`, `module_inject/layers.py`
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
 
 from reshard.errors import LayoutError
+from reshard.formats.deepspeed.conversion_keys import ConversionKeys
+from reshard.formats.deepspeed.info import read_conversion_keys
+from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.layout_source import (
+    GovernedMap,
+    Layouts,
+    LayoutSource,
+    OneShard,
+    Shape,
+    require_fit,
+)
 from reshard.formats.parsing import Cursor
+from reshard.formats.patterns import PatternTable
+from reshard.formats.stated_layouts import StatedLayouts
+from reshard.formats.torch_archive import same_value
 from reshard.geometry import ParamAffineMap, maps_from_document
-from reshard.layouts.builders import replicated_map
 
-Shape = tuple[int, ...]
+__all__ = [
+    "GovernedMap",
+    "LayoutSource",
+    "Layouts",
+    "OneShard",
+    "StoredMaps",
+    "parameter_shapes",
+    "read_layouts",
+    "read_stored_maps",
+    "refuse_unknown",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class GovernedMap:
-    """A map, and what it comes from.
+class StoredMaps(LayoutSource):
+    """The maps that the checkpoint carries.
 
     Parameters
     ----------
-    map
-        From the logical tensor to tensor-parallel ranks.
-    provenance
-        Its source in words.
-    restore_keys
-        Keys that a universal loader without a map of its own needs beside the tensor (`cat_dim`, …).
+    maps
+        By pattern.
+    keys
+        The keys beside them, which still say what pads a vocabulary.
+    file
+        Where they are from.
     """
 
-    map: ParamAffineMap
-    provenance: str
-    restore_keys: Mapping[str, object] = field(default_factory=dict)
-
-
-class LayoutSource(Protocol):
-    """Something that knows how parameters were cut."""
-
-    def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
-        """The map of a parameter with these shards (rank -> shape), None when it is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class OneShard:
-    """The layout of a single tensor-parallel rank: the shard is the parameter."""
-
-    def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
-        """See :class:`LayoutSource`."""
-        shape = next(iter(shards.values()))
-        return GovernedMap(replicated_map(shape, 1), "one tensor-parallel rank")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMaps:
-    """The maps that the checkpoint carries, by parameter name or by pattern."""
-
-    by_name: Mapping[str, ParamAffineMap]
-    by_pattern: tuple[tuple[re.Pattern[str], ParamAffineMap], ...]
+    maps: PatternTable[ParamAffineMap]
+    keys: ConversionKeys
     file: str
 
-    def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
+    def covers(self, name: str) -> bool:
         """See :class:`LayoutSource`."""
         found = self.find(name)
-        if found is None:
+        return found is not None and found.numel > 0 and not self.keys.is_expert(name)
+
+    def map_of(self, name: str, shards: Mapping[int, Shape], degree: int) -> GovernedMap | None:
+        """See :class:`LayoutSource`."""
+        found = self.find(name)
+        is_void = found is not None and not found.numel and any(map(prod, shards.values()))
+        if found is None or is_void or self.keys.is_expert(name):
             return None
         require_fit(name, found, shards, self.file)
-        return GovernedMap(found, "stored map")
+        restore_keys = self.keys.restore_keys_of(name, shards, degree)
+        return self.keys.without_padding(name, GovernedMap(found, "stored map", restore_keys))
 
     def find(self, name: str) -> ParamAffineMap | None:
         """The map stored for a name, whether it fits or not."""
-        if name in self.by_name:
-            return self.by_name[name]
-        matching = [stored for pattern, stored in self.by_pattern if pattern.match(name)]
+        matching = self.maps.matching(name)
         if len(matching) > 1:
             raise LayoutError(
                 "more than one stored map matches a parameter",
@@ -98,13 +107,75 @@ class StoredMaps:
         return matching[0] if matching else None
 
     def empty_names(self) -> frozenset[str]:
-        """Names whose map was made from an empty placeholder (`zero.Init`), so says nothing."""
+        """See :class:`LayoutSource`."""
         return frozenset(
-            name for name, stored in self.by_name.items() if prod(stored.logical_shape) == 0
+            name for name in self.maps.names if not any(m.numel for m in self.maps.matching(name))
         )
 
 
-def read_stored_maps(info: Cursor | None) -> StoredMaps | None:
+def read_layouts(
+    columns: Sequence[ModelStates], degree: int, stated: StatedLayouts | None = None
+) -> Layouts:
+    """The sources of layouts of a checkpoint, after all their objections have been heard.
+
+    Parameters
+    ----------
+    columns
+        The model-state file of each model-parallel rank `mp = stage * degree + tensor rank`.
+    degree
+        Number of tensor ranks.
+    stated
+        What the user states.
+
+    Raises
+    ------
+    LayoutError
+        When ranks state different layouts, rules match nothing or contradict each other, or leave
+        a parameter unsettled.
+    DocumentError, CheckpointError
+        When what they state is malformed.
+    """
+    info = _one_info([column.info for column in columns])
+    keys = read_conversion_keys(info, degree, stated.waived if stated else frozenset())
+    stored = read_stored_maps(info, keys)
+    sources: list[LayoutSource] = [source for source in (stated, stored) if source is not None]
+    sources.append(keys)
+    if degree == 1:
+        sources.append(OneShard())
+    layouts = Layouts(tuple(sources), degree, columns[0].file)
+    layouts.require_used(_names(columns))
+    return replace(layouts, notes=tuple(layouts.require_clear(parameter_shapes(columns))))
+
+
+def _names(columns: Sequence[ModelStates]) -> frozenset[str]:
+    """Every name that a rule may mean: parameters, buffers, and other names of tied ones."""
+    names: set[str] = set()
+    for column in columns:
+        names.update(column.module or (), column.frozen_shapes, column.shared)
+        for group in column.param_shapes or ():
+            names.update(group)
+    return frozenset(names)
+
+
+def parameter_shapes(columns: Sequence[ModelStates]) -> dict[str, dict[int, Shape]]:
+    """Shapes of trained and frozen parameters, by column."""
+    shapes: dict[str, dict[int, Shape]] = {}
+    for number, column in enumerate(columns):
+        trained = {
+            name: shape for group in column.param_shapes or () for name, shape in group.items()
+        }
+        in_module = {
+            name: record.shape
+            for name, record in (column.module or {}).items()
+            if name not in column.buffer_names and name not in column.shared
+        }
+        # The frozen ones of ZeRO-3 have placeholders in the module, and their shapes beside it.
+        for name, shape in {**in_module, **column.frozen_shapes, **trained}.items():
+            shapes.setdefault(name, {})[number] = shape
+    return {name: held for name, held in shapes.items() if any(map(prod, held.values()))}
+
+
+def read_stored_maps(info: Cursor | None, keys: ConversionKeys | None = None) -> StoredMaps | None:
     """The `affine_map` of `universal_checkpoint_info`, None when there is none.
 
     Raises
@@ -115,101 +186,25 @@ def read_stored_maps(info: Cursor | None) -> StoredMaps | None:
     document = None if info is None else info.maybe("affine_map")
     if document is None:
         return None
-    by_name = {}
-    by_pattern = []
-    for pattern, stored in maps_from_document(document.value).items():
-        name = literal_name(pattern)
-        if name is None:
-            by_pattern.append((compile_pattern(pattern, document.file), stored))
-        else:
-            by_name[name] = stored
-    return StoredMaps(by_name, tuple(by_pattern), document.file)
-
-
-def literal_name(pattern: str) -> str | None:
-    r"""The one name that an exact-match pattern (`^re.escape(name)$`) stands for, else None.
-
-    Examples
-    --------
-    >>> literal_name(r"^lm_head\\.weight$")
-    'lm_head.weight'
-    >>> literal_name(r".*\\.weight$") is None
-    True
-    """
-    if not (pattern.startswith("^") and pattern.endswith("$")):
-        return None
-    name = re.sub(r"\\(.)", r"\1", pattern[1:-1], flags=re.DOTALL)
-    return name if re.escape(name) == pattern[1:-1] else None
-
-
-def compile_pattern(pattern: str, file: str) -> re.Pattern[str]:
-    """A pattern of the checkpoint as a regular expression."""
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise LayoutError(
-            f"a pattern is no regular expression: {error}", file=file, found=repr(pattern)
-        ) from error
-
-
-def require_fit(
-    name: str, governing: ParamAffineMap, shards: Mapping[int, Shape], file: str
-) -> None:
-    """Refuse a map that does not fit the shards of the files.
-
-    Parameters
-    ----------
-    shards
-        Tensor rank -> shape of the shard that the files hold; ranks without elements may be absent.
-    """
-    governing.validate(name)
-    for rank in sorted(set(governing.shard_shapes) | set(shards)):
-        stated, held = governing.shard_shapes.get(rank), shards.get(rank)
-        if held is None and stated is not None and prod(stated) == 0:
-            continue
-        if stated is None or held is None or not _agree(stated, held):
-            raise LayoutError(
-                "the map of a parameter does not fit the shard that the files hold",
-                file=file,
-                parameter=name,
-                rank=f"tp {rank}",
-                expected=f"shape {stated}" if stated is not None else "no shard",
-                found=f"shape {held}" if held is not None else "no shard",
-                next_step="state its layout with --layout",
-            )
-
-
-def _agree(stated: Shape, held: Shape) -> bool:
-    if prod(stated) != prod(held):
-        return False
-    left, right = ([extent for extent in shape if extent != 1] for shape in (stated, held))
-    return len(left) != len(right) or left == right
-
-
-@dataclass(frozen=True, slots=True)
-class Layouts:
-    """Sources of layouts, asked in turn."""
-
-    sources: tuple[LayoutSource, ...]
-
-    def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
-        """The first source that knows the parameter decides."""
-        for source in self.sources:
-            found = source.map_of(name, shards)
-            if found is not None:
-                return found
-        return None
+    maps = PatternTable.of(maps_from_document(document.value).items(), document.file)
+    return StoredMaps(maps, keys or ConversionKeys(), document.file)
 
 
 def refuse_unknown(names: Iterable[str], file: str, degree: int) -> LayoutError:
     """The error for parameters whose layout nobody states."""
-    unknown = list(names)
-    shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-    return LayoutError(
-        f"how {len(unknown)} parameters were cut over {degree} tensor-parallel ranks is not known",
-        file=file,
-        parameter=shown,
-        expected="an affine_map, conversion patterns, or a stated layout",
-        found="none that covers them",
-        next_step="state their layout with --layout FILE",
-    )
+    return Layouts((), degree, file).unknown(names)
+
+
+def _one_info(infos: Sequence[Cursor | None]) -> Cursor | None:
+    """The info that all model-parallel ranks state."""
+    first = infos[0] if infos else None
+    for info in infos:
+        one, other = (None if found is None else found.value for found in (first, info))
+        # The comparison of Python is fast; only pickled objects need the one that looks inside.
+        if one != other and not same_value(one, other):
+            raise LayoutError(
+                "model-state files state different layouts (universal_checkpoint_info)",
+                file=" and ".join(found.file for found in (first, info) if found is not None),
+                next_step="a file is from another run; move it away",
+            )
+    return first

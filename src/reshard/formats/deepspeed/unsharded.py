@@ -6,12 +6,15 @@ shape of a state is the shape of its parameter, and a group lists its parameters
 model. If exactly one assignment of numbers to names keeps both, it is taken, and said; if there are
 several the files do not tell, and the checkpoint is refused.
 
+Groups of experts (`moe`) hold other experts on every rank; they are read from the files of the EP
+ranks (`unsharded_experts`).
+
 Source: `torch.optim.Optimizer.state_dict`, `engine.py` (`_save_checkpoint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,8 +22,9 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.assembly import record_region, stored_order
 from reshard.formats.checkpoint import Problem, Role, Scalar, StoredTensor, TensorKey
 from reshard.formats.deepspeed.grid import Degrees
+from reshard.formats.deepspeed.optimizer_records import uncuttable
 from reshard.formats.deepspeed.partitions import MASTER, Partitions
-from reshard.formats.deepspeed.records import ModelStates, uncuttable
+from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import TensorRecord, read_scalar
 from reshard.layouts.builders import replicated_map
@@ -29,12 +33,13 @@ _PROVENANCE = "one rank, whole"
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbered:
+class Numbered:
     """One parameter of the optimizer: its group, its number, and the shape of its states."""
 
     group: int
     number: int
     shape: tuple[int, ...]
+    is_expert: bool = False
 
 
 def add_unsharded(
@@ -43,8 +48,11 @@ def add_unsharded(
     tensors: dict[TensorKey, StoredTensor],
     scalars: dict[TensorKey, Scalar],
     found: Partitions,
+    aliases: Collection[str],
 ) -> None:
-    """Read weights and optimizer states of a ZeRO-0 checkpoint.
+    """Read weights and optimizer states of a ZeRO-0 checkpoint, experts left out.
+
+    `aliases` are names of the model that are other names of a parameter.
 
     Raises
     ------
@@ -60,11 +68,10 @@ def add_unsharded(
             next_step="save it with ZeRO-1, which records names",
         )
     model = columns[0]
-    root = Cursor(model.archive.root, model.file)
-    optimizer = root.at("optimizer")
-    states = dict(_numbered_states(optimizer))
-    numbered = _numbered(optimizer, states)
-    names = assign_names(model, numbered)
+    optimizer = Cursor(model.archive.root, model.file).at("optimizer")
+    states = numbered_states(optimizer)
+    numbered = [entry for entry in read_numbered(optimizer, states) if not entry.is_expert]
+    names = assign_names(model, numbered, aliases)
     for entry, name in zip(numbered, names, strict=True):
         found.name_group(entry.group, name)
         _add_parameter(name, model, states[entry.number], tensors, scalars)
@@ -76,21 +83,25 @@ def add_unsharded(
     )
 
 
-def _numbered_states(optimizer: Cursor) -> list[tuple[int, Cursor]]:
+def numbered_states(optimizer: Cursor) -> dict[int, Cursor]:
+    """The states of an optimizer by number."""
     state = optimizer.at("state")
-    return [
-        (Cursor(number, state.file, state.path).integer(), state.at(_as_key(number)))
+    return {
+        Cursor(number, state.file, state.path).integer(): state.at(_as_key(number))
         for number in state.mapping()
-    ]
+    }
 
 
 def _as_key(number: object) -> int:
     return number if isinstance(number, int) else -1
 
 
-def _numbered(optimizer: Cursor, states: Mapping[int, Cursor]) -> list[_Numbered]:
+def read_numbered(optimizer: Cursor, states: Mapping[int, Cursor]) -> list[Numbered]:
+    """The parameters of an optimizer in the order of its groups."""
     numbered = []
     for position, group in enumerate(optimizer.at("param_groups").each()):
+        moe = group.maybe("moe")
+        is_expert = moe is not None and moe.value is True
         for number in group.at("params").shape():
             if number not in states:
                 raise CheckpointError(
@@ -105,26 +116,34 @@ def _numbered(optimizer: Cursor, states: Mapping[int, Cursor]) -> list[_Numbered
             ]
             if not shapes or any(shape != shapes[0] for shape in shapes):
                 raise uncuttable(optimizer.file, f"number {number}", shapes)
-            numbered.append(_Numbered(position, number, shapes[0]))
+            numbered.append(Numbered(position, number, shapes[0], is_expert))
     return numbered
 
 
-def assign_names(model: ModelStates, numbered: Sequence[_Numbered]) -> list[str]:
+def assign_names(
+    model: ModelStates, numbered: Sequence[Numbered], aliases: Collection[str] = ()
+) -> list[str]:
     """The one assignment of names that keeps shapes, and the model's order in every group."""
     candidates = [
         (name, record.shape)
         for name, record in (model.module or {}).items()
-        if name not in model.buffer_names and name not in model.shared
+        if not (name in model.buffer_names or name in model.shared or name in aliases)
     ]
-    candidates = _without_aliases(model, candidates)
-    groups: dict[int, list[_Numbered]] = {}
+    return assign_among(_without_aliases(model, candidates), numbered, model.file)
+
+
+def assign_among(
+    candidates: Sequence[tuple[str, tuple[int, ...]]], numbered: Sequence[Numbered], file: str
+) -> list[str]:
+    """The one assignment of candidates (name and shape, in the model's order) to numbers."""
+    groups: dict[int, list[Numbered]] = {}
     for entry in numbered:
         groups.setdefault(entry.group, []).append(entry)
     names: list[str] = []
     for group in groups.values():
-        names += _only_assignment(model.file, candidates, [entry.shape for entry in group])
+        names += _only_assignment(file, candidates, [entry.shape for entry in group])
     if len(set(names)) != len(names):
-        raise _untold(model.file, "two groups would own one parameter")
+        raise _untold(file, "two groups would own one parameter")
     return names
 
 
@@ -194,7 +213,8 @@ def _add_parameter(
     _add_tensor(name, MASTER, weights, model.file, tensors)
     for key, value in state.named():
         found = value.value
-        if isinstance(found, TensorRecord) and (found.shape != () or weights.shape == ()):
+        is_scalar = key == "step" or weights.shape != ()
+        if isinstance(found, TensorRecord) and not (found.shape == () and is_scalar):
             _add_tensor(name, key, found, model.file, tensors)
         elif isinstance(found, TensorRecord):
             number = read_scalar(model.archive, found)

@@ -19,7 +19,8 @@ from reshard.formats.torch_archive.values import DefaultDict, Device, Global, Si
 if TYPE_CHECKING:
     from reshard.formats.torch_archive.construction import Construction
 
-    Call = Callable[[Construction, Global, tuple[object, ...]], object]
+Call = Callable[["Construction", Global, tuple[object, ...]], object]
+"""Evaluates the call of a global with a tuple of arguments."""
 
 
 def _ordered_dict(make: Construction, function: Global, args: tuple[object, ...]) -> object:

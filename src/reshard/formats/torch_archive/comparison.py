@@ -12,8 +12,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 
-from reshard.formats.torch_archive.contents import fetch
-from reshard.formats.torch_archive.tensors import TensorRecord
+from reshard.formats.torch_archive.contents import fetch, same_region
+from reshard.formats.torch_archive.pickler import in_order
+from reshard.formats.torch_archive.tensors import StorageRecord, TensorRecord
 from reshard.formats.torch_archive.values import DefaultDict, ObjectRecord
 
 Pair = tuple[object, object]
@@ -49,14 +50,22 @@ def _parts(one: object, other: object) -> Iterable[Pair] | None:
     """Return the pairs that must be the same for two values to be; None when they are not."""
     if isinstance(one, TensorRecord) and isinstance(other, TensorRecord):
         return _tensor_parts(one, other)
+    if isinstance(one, StorageRecord) and isinstance(other, StorageRecord):
+        return _storage_parts(one, other)
     if isinstance(one, ObjectRecord) and isinstance(other, ObjectRecord):
         return _record_parts(one, other)
+    return _plain_parts(one, other)
+
+
+def _plain_parts(one: object, other: object) -> Iterable[Pair] | None:
     if isinstance(one, dict) and isinstance(other, dict):
         return _dict_parts(one, other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return zip(one, other, strict=True) if len(one) == len(other) else None
     if isinstance(one, (float, complex)) and isinstance(other, (float, complex)):
         return () if _bits(one) == _bits(other) else None
+    if isinstance(one, (set, frozenset)) and isinstance(other, (set, frozenset)):
+        return () if one == other or in_order(one) == in_order(other) else None
     return () if one == other else None
 
 
@@ -93,10 +102,24 @@ def _record_parts(one: ObjectRecord, other: ObjectRecord) -> Iterable[Pair] | No
     return [*head, *payloads]
 
 
+def _storage_parts(one: StorageRecord, other: StorageRecord) -> Iterable[Pair] | None:
+    if (one.storage_class, one.numel) != (other.storage_class, other.numel):
+        return None
+    nbytes = min(one.nbytes, other.nbytes)
+    return () if same_region((one.path, one.offset), (other.path, other.offset), nbytes) else None
+
+
+def _same_elements(one: TensorRecord, other: TensorRecord) -> bool:
+    if one.is_contiguous and other.is_contiguous:
+        return same_region((one.path, one.offset), (other.path, other.offset), one.nbytes)
+    largest = max(one.nbytes, one.storage.nbytes, other.storage.nbytes)
+    return fetch(one, largest=largest) == fetch(other, largest=largest)
+
+
 def _tensor_parts(one: TensorRecord, other: TensorRecord) -> Iterable[Pair] | None:
     if (one.dtype, one.shape, one.requires_grad) != (other.dtype, other.shape, other.requires_grad):
         return None
-    if one.is_parameter != other.is_parameter or fetch(one) != fetch(other):
+    if one.is_parameter != other.is_parameter or not _same_elements(one, other):
         return None
     mine, theirs = one.subclass, other.subclass
     types = (None if mine is None else mine.type, None if theirs is None else theirs.type)

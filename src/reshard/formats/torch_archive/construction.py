@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from reshard.errors import ArchiveError, HostileFileError, ReshardError
 from reshard.formats.dtypes import DTYPES, STORAGE_DTYPES, DType
-from reshard.formats.torch_archive.calls import CALLS
+from reshard.formats.torch_archive.calls import CALLS, Call
 from reshard.formats.torch_archive.known import ZERO_STAGE, EnumRecord, record_class
 from reshard.formats.torch_archive.policy import check_global
 from reshard.formats.torch_archive.rebuild import UNTYPED_STORAGES, check_kind
@@ -40,7 +40,7 @@ _PY2_PROTOCOLS = 3
 
 _GETATTR = Global("builtins", "getattr")
 _BUDGET_FLOOR = 1 << 20
-_BUDGET_PER_BYTE = 8
+_BUDGET_PER_BYTE = 4
 _LARGEST_KEY = 512
 
 
@@ -59,6 +59,8 @@ class Construction:
 
     __slots__ = (
         "_budget",
+        "_calls",
+        "_size",
         "_storages",
         "attributes",
         "file",
@@ -75,7 +77,10 @@ class Construction:
         self.records: list[ObjectRecord] = []
         self.tensors: list[TensorRecord] = []
         self.attributes = 0
+        # By `id`, since every global of a pickle is one object, held by `globals`.
+        self._calls: dict[int, Call] = {}
         self._storages: dict[str, StorageRecord] = {}
+        self._size = size
         self._budget = _BUDGET_FLOOR + _BUDGET_PER_BYTE * size
 
     @property
@@ -115,6 +120,9 @@ class Construction:
                 # A reader that takes the protocol for another one finds this.
                 check_global(*renamed, self.file)
             found = self.globals[module, name] = _inert(module, name)
+            known = CALLS.get(f"{module}.{name}")
+            if known is not None:
+                self._calls[id(found)] = known
         return found
 
     def storage(self, identity: object) -> StorageRecord:
@@ -150,7 +158,7 @@ class Construction:
     def call(self, function: object, args: tuple[object, ...]) -> object:
         """Return what ``function(*args)`` stands for."""
         if isinstance(function, Global):
-            known = CALLS.get(function.path)
+            known = self._calls.get(id(function))
             if known is not None:
                 return known(self, function, args)
         elif isinstance(function, AttributeGetter):
@@ -178,7 +186,7 @@ class Construction:
         """Check the whole tree, when the pickle has been read."""
         for record in self.records:
             record.check()
-        check_tree(root, self.file)
+        check_tree(root, self.file, self._size)
         if not self.attributes and ("builtins", "getattr") in self.globals:
             raise _hostile_getattr(self.file, ())
 
@@ -245,6 +253,7 @@ class Construction:
     def set_state(self, target: object, state: object) -> None:
         """Note that an object is given a state."""
         if isinstance(target, OrderedDict):
+            self.spend(len(state) if isinstance(state, dict) else 0)
             set_attributes(target, state)
         elif isinstance(target, ObjectRecord):
             target.steps.append(Step("state", state))
@@ -270,9 +279,9 @@ class Construction:
         """Return the items of a list, tuple or set, checked to be usable as keys."""
         if not isinstance(items, (list, tuple, set, frozenset)):
             raise ArchiveError("a set is not made from a list", found=type(items).__name__)
+        self.spend(len(items))
         for item in items:
             check_key(item)
-        self.spend(len(items))
         return list(items)
 
 
@@ -286,10 +295,10 @@ def check_key(key: object) -> None:
     seen = 0
     while pending:
         part = pending.pop()
-        seen += 1
-        if seen > _LARGEST_KEY:
-            raise ArchiveError("a key of a dict or set is too large")
         if isinstance(part, tuple):
+            seen += 1 + len(part)
+            if seen > _LARGEST_KEY:
+                raise ArchiveError("a key of a dict or set is too large")
             pending.extend(part)
         elif isinstance(part, int) and not -(1 << 63) <= part < 1 << 64:
             raise ArchiveError("a key of a dict or set is a number of more than 64 bits")

@@ -15,6 +15,11 @@ from reshard.formats.torch_archive.reader import Archive
 from reshard.formats.torch_archive.tensors import TensorRecord, needed_extent
 from reshard.formats.torch_archive.zip_directory import FileBytes
 
+Place = tuple[str, int]
+"""A file and an offset in it, in bytes."""
+
+_BLOCK = 1 << 22
+
 LARGEST_READ = 1 << 28
 """Largest tensor that :func:`read_bytes` fetches unless told otherwise, in bytes."""
 
@@ -79,6 +84,16 @@ def fetch(
             )
         raw = source.read(tensor.offset, extent)
     return raw if tensor.is_contiguous else b"".join(_runs(raw, tensor))
+
+
+def same_region(one: Place, other: Place, nbytes: int) -> bool:
+    """Return whether two byte ranges, given by path and offset, hold the same bytes."""
+    with FileBytes(one[0], tail=0) as mine, FileBytes(other[0], tail=0) as theirs:
+        for start in range(0, nbytes, _BLOCK):
+            length = min(_BLOCK, nbytes - start)
+            if mine.read(one[1] + start, length) != theirs.read(other[1] + start, length):
+                return False
+    return True
 
 
 def _runs(raw: bytes, tensor: TensorRecord) -> Iterator[bytes]:

@@ -66,19 +66,16 @@ class LossScaler(ObjectRecord):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale."""
-        value = self.fields["cur_scale"]
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        """The loss scale; :class:`ArchiveError` when it is not kept as a number."""
+        value = self.attribute("cur_scale")
+        if not isinstance(value, (int, float)):
+            raise wrong_field(self, "cur_scale", "a number")
+        return float(value)
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale adapts during training."""
-        return self.fields.get("dynamic") is True
-
-    def check(self) -> None:
-        """Raise :class:`ArchiveError` unless ``cur_scale`` is a number."""
-        if not isinstance(self.fields.get("cur_scale"), (int, float)):
-            raise wrong_field(self, "cur_scale", "a number")
+        return self.attribute("dynamic") is True
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
@@ -236,14 +233,14 @@ class NumpyArray(ObjectRecord):
 
 
 def _integer(record: ObjectRecord, name: str) -> int:
-    value = record.fields.get(name)
+    value = record.attribute(name)
     if type(value) is not int:
         raise wrong_field(record, name, "an int")
     return value
 
 
 def _sequence(record: ObjectRecord, name: str) -> Sequence[object]:
-    value = record.fields.get(name)
+    value = record.attribute(name)
     if not isinstance(value, (list, tuple)):
         raise wrong_field(record, name, "a list")
     return value

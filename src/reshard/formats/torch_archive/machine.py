@@ -58,10 +58,11 @@ class Machine:
             It is not a valid pickle, asks for too much, or names a hostile global.
         """
         position = end = start
+        data, handlers = self.data, HANDLERS
         try:
             while position != STOPPED:
                 end = position
-                position = HANDLERS[self.data[position]](self, position + 1)
+                position = handlers[data[position]](self, position + 1)
             root = self.stack.pop()
         except ReshardError as error:
             raise self.construction.located(error, end) from error

@@ -206,8 +206,11 @@ def _new_object(machine: Machine, position: int) -> int:
 def _new_object_keywords(machine: Machine, position: int) -> int:
     kwargs = machine.stack.pop()
     args = _arguments(machine.stack.pop())
-    if type(kwargs) is not dict or not all(isinstance(key, str) for key in kwargs):
-        raise ValueError("keyword arguments that are not a dict of names")
+    if type(kwargs) is not dict:
+        raise ValueError("keyword arguments that are not a dict")
+    machine.construction.spend(len(kwargs))
+    if not all(isinstance(key, str) for key in kwargs):
+        raise ValueError("keyword arguments that are not named by text")
     machine.stack[-1] = machine.construction.new(machine.stack[-1], args, kwargs)
     return position
 

@@ -93,10 +93,10 @@ _REFUSED_NAMES = _names(
 
 _HARMLESS_BUILTINS = _names(
     """
-    set frozenset complex slice range bytearray bytes object list dict tuple int float str bool
-    type Ellipsis NotImplemented enumerate zip reversed iter abs all any ascii bin callable chr
-    divmod format getattr hash hex id isinstance issubclass len max min oct ord pow print repr round
-    sorted sum
+    object.__new__ set frozenset complex slice range bytearray bytes object list dict tuple int
+    float str bool type Ellipsis NotImplemented enumerate zip reversed iter abs all any ascii
+    bin callable chr divmod format getattr hash hex id isinstance issubclass len max min oct ord
+    pow print repr round sorted sum
     """
 )
 """``getattr`` is among them to name a part of a class and for nothing else; see `construction`."""
@@ -188,7 +188,8 @@ def _prefixes(module: str) -> list[str]:
 def _is_unsafe_walk(module: str, name: str) -> bool:
     """Whether a name walks through attributes to where a global must not lead."""
     parts = name.split(".")
-    if any(part.startswith("__") and part.endswith("__") for part in parts):
+    inner = parts[:-1] if parts[-1] == "__new__" else parts
+    if any(part.startswith("__") and part.endswith("__") for part in inner):
         return True
     if not _UNSAFE_ATTRIBUTES.isdisjoint(parts):
         return True

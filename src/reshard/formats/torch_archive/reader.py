@@ -219,6 +219,10 @@ class _Opening:
                 found=f"{entry.nbytes} bytes",
                 next_step="the file is damaged; copy it again from where it was written",
             )
+        if entry.nbytes - nbytes >= (1 if dtype is None else dtype.itemsize):
+            self.problems.append(
+                f"storage {short_repr(key)} has {entry.nbytes} bytes where the pickle says {nbytes}"
+            )
         return StorageRecord(
             path=self.source.path,
             key=key,

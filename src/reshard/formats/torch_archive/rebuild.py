@@ -55,10 +55,12 @@ def check_kind(value: object, kind: type[Kind], what: str) -> Kind:
 def _numbers(value: object, what: str) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
         raise ArchiveError(f"the {what} of a tensor is not a tuple of at most {_MOST_DIMS} numbers")
-    numbers = tuple(check_kind(part, int, f"{what} of a tensor") for part in value)
-    if any(not 0 <= number < _LARGEST_OFFSET for number in numbers):
-        raise ArchiveError(f"the {what} of a tensor is out of range", found=numbers)
-    return numbers
+    for part in value:
+        if type(part) is not int:
+            check_kind(part, int, f"{what} of a tensor")
+        elif not 0 <= part < _LARGEST_OFFSET:
+            raise ArchiveError(f"the {what} of a tensor is out of range", found=part)
+    return tuple(value)
 
 
 def _storage(value: object) -> StorageRecord:

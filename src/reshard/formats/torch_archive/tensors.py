@@ -59,7 +59,7 @@ class StorageRecord:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class ParameterForm:
     """What ``torch._utils._rebuild_parameter`` wraps around a tensor.
 
@@ -84,7 +84,7 @@ class ParameterForm:
     has_state: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SubclassForm:
     """What ``torch._tensor._rebuild_from_type_v2`` adds: a Python class and attributes."""
 
@@ -294,5 +294,7 @@ def needed_extent(shape: Sequence[int], strides: Sequence[int], storage_offset: 
     """
     if 0 in shape:
         return 0
-    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-    return storage_offset + last + 1
+    last = storage_offset
+    for extent, stride in zip(shape, strides, strict=True):
+        last += (extent - 1) * stride
+    return last + 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from reprlib import Repr
 
 from reshard.errors import ArchiveError
@@ -94,7 +95,7 @@ class Device:
         return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
     """Something that is done to an object after it has been created.
 
@@ -152,15 +153,27 @@ class ObjectRecord:
     @property
     def fields(self) -> Mapping[str, object]:
         """Its attributes by name: the string keys of its state, instance dict and slots alike."""
+        return dict(self._named())
+
+    def attribute(self, name: str) -> object:
+        """Return one attribute, None when it has none of that name."""
+        found = (part[name] for part in reversed(self._attributes()) if name in part)
+        return next(found, None)
+
+    def _attributes(self) -> list[Mapping[object, object]]:
         state = self.state
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-        return {
-            key: value
-            for part in parts
-            if isinstance(part, Mapping)
-            for key, value in part.items()
-            if isinstance(key, str)
-        }
+        return [part for part in parts if isinstance(part, Mapping)]
+
+    def _named(self) -> Iterator[tuple[str, object]]:
+        for part in self._attributes():
+            for key, value in part.items():
+                if isinstance(key, str):
+                    yield key, value
+
+    def first_fields(self, count: int) -> list[tuple[str, object]]:
+        """Return its first attributes with their names."""
+        return list(islice(self._named(), count))
 
     @property
     def list_items(self) -> list[object]:
@@ -192,7 +205,7 @@ def maker_of(function: object, args: tuple[object, ...]) -> object:
 
 
 class _BoundedRepr(Repr):
-    """Shows a record in at most a few hundred characters, however deep or cyclic it is."""
+    """Shows a few parts of a few levels, whatever a value is made of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,15 +213,38 @@ class _BoundedRepr(Repr):
         self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
         self.maxstring = self.maxother = 120
 
+    def repr_int(self, x: int, level: int) -> str:
+        """Show a number, or its length where its digits would be thousands."""
+        if x.bit_length() > self.maxlong * 8:
+            return f"<an int of {x.bit_length()} bits>"
+        return super().repr_int(x, level)
+
+    def repr_bytes(self, x: bytes, _level: int) -> str:
+        """Show the first bytes."""
+        return f"{x[:32]!r}..." if len(x) > 32 else repr(x)
+
+    def repr_bytearray(self, x: bytearray, level: int) -> str:
+        """Show the first bytes."""
+        return f"bytearray({self.repr_bytes(bytes(x[:33]), level)})"
+
     def repr_instance(self, x: object, level: int) -> str:
-        if not isinstance(x, ObjectRecord):
-            return super().repr_instance(x, level)
+        """Show what no other method is for: classes of this module, records among them."""
+        name = type(x).__name__
+        if isinstance(x, dict):
+            return f"{name}({self.repr_dict(x, level)})"
+        if isinstance(x, tuple):
+            return f"{name}({self.repr_tuple(x, level)})"
+        return (
+            self._record(x, level)
+            if isinstance(x, ObjectRecord)
+            else super().repr_instance(x, level)
+        )
+
+    def _record(self, x: ObjectRecord, level: int) -> str:
         if level <= 0:
             return f"{_short_name(x)}(...)"
         shown = [self.repr1(argument, level - 1) for argument in x.args[:8]]
-        shown += [
-            f"{key}={self.repr1(value, level - 1)}" for key, value in list(x.fields.items())[:8]
-        ]
+        shown += [f"{key}={self.repr1(value, level - 1)}" for key, value in x.first_fields(8)]
         for items in (x.list_items, x.dict_items):
             if items:
                 shown.append(self.repr1(items, level - 1))
@@ -220,6 +256,7 @@ def _short_name(record: ObjectRecord) -> str:
     return maker.path if isinstance(maker, Global) else "<object>"
 
 
+_LONGEST_LINE = 300
 _BOUNDED = _BoundedRepr()
 _CLASS_FIRST = frozenset(
     (
@@ -238,15 +275,15 @@ def short_repr(value: object) -> str:
     The ``repr`` of Python walks shared parts again and again and fails on deep ones, so it must not
     be used on a tree that anybody may have made.
     """
-    return _BOUNDED.repr(value)
+    shown = _BOUNDED.repr(value)
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]}..."
 
 
 def wrong_field(record: ObjectRecord, name: str, expected: str) -> ArchiveError:
     """Return the error for a known class whose field ``name`` is missing or not ``expected``."""
-    found = record.fields.get(name)
     return ArchiveError(
         f"a {record.type_name} without a valid {name}",
         expected=expected,
-        found="nothing" if name not in record.fields else type(found).__name__,
+        found=type(record.attribute(name)).__name__,
         next_step="the file is damaged or of an unknown version",
     )

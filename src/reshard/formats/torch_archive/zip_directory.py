@@ -15,6 +15,7 @@ Source: PKWARE APPNOTE 6.3.10, sections 4.3 to 4.5.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,19 +77,22 @@ class FileBytes:
     def __init__(self, path: str, *, tail: int = _TAIL) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            # Without O_NONBLOCK, opening a pipe would wait for a writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise MissingFileError("the file is not there", file=path) from None
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from error
         self._tail = b""
-        self._tail_start = 0
+        self._tail_start = self.size = 0
         try:
-            self.size = os.fstat(self._descriptor).st_size
-            self._tail_start = self.size
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArchiveError("this is a folder or a device and not a file", file=path)
+            self._tail_start = self.size = status.st_size
             self._tail = self.read(max(0, self.size - tail), min(self.size, tail))
-            self._tail_start = self.size - len(self._tail)
-        except BaseException:
+            self._tail_start -= len(self._tail)
+        except (ArchiveError, OSError):
             self.close()
             raise
 

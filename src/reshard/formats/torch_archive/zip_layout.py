@@ -73,7 +73,9 @@ class ZipLayout:
 
     def __init__(self) -> None:
         self._position = 0
-        self._literals: list[tuple[int, bytes]] = []
+        # Offset of each run of known bytes, and its parts.
+        self._literals: list[tuple[int, list[bytes]]] = []
+        self._run_end = -1
         self._records: list[ZipRecord] = []
 
     def add(self, name: str, nbytes: int, *, data: bytes | None = None, crc32: int = 0) -> int:
@@ -126,7 +128,8 @@ class ZipLayout:
             places = (descriptor, at + _CRC_IN_CENTRAL) if record.nbytes else ()
             placed[record.name] = replace(record, crc_offsets=places)
         self._end(start, self._position - start)
-        return self._position, tuple(self._literals), placed
+        literals = tuple((offset, b"".join(parts)) for offset, parts in self._literals)
+        return self._position, literals, placed
 
     def _wide_local(self, nbytes: int) -> bytes:
         """Return the zip64 field of a local header, empty where 32 bits do."""
@@ -139,14 +142,11 @@ class ZipLayout:
         return struct.pack("<2H", _ZIP64_EXTRA, len(values)) + values if values else b""
 
     def _literal(self, data: bytes) -> None:
-        if self._literals:
-            offset, last = self._literals[-1]
-            if offset + len(last) == self._position:
-                self._literals[-1] = (offset, last + data)
-                self._position += len(data)
-                return
-        self._literals.append((self._position, data))
+        if self._position != self._run_end:
+            self._literals.append((self._position, []))
+        self._literals[-1][1].append(data)
         self._position += len(data)
+        self._run_end = self._position
 
     def _end(self, start: int, size: int) -> None:
         count = len(self._records)

@@ -235,7 +235,7 @@ def _extras(model: Cursor | None, optimizer: Archive | None, folder: Path) -> di
         ]
         dropped = OF_THE_PARTITIONS.union((SCALARS,))
         settings = {key: value for key, value in root.items() if key not in dropped}
-        extras["param_groups"] = Extra(hyper, optimizer.path)
+        extras["param_groups"] = Extra(hyper if any(hyper) else [], optimizer.path)
         extras["optimizer_settings"] = Extra(settings, optimizer.path)
     return extras
 

@@ -55,6 +55,9 @@ POINTER = "latest_universal"
 SPOKEN_VERSION = "0.19.8"
 """Version stated in the output when the source states none; the loader demands one."""
 
+_NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
+"""In the names of native experts; see the notes."""
+
 SCALARS = "reshard_scalars"
 """Key in `optimizer_state.pt` for scalar states other than `step`, which the folder has no file
 for."""
@@ -103,7 +106,10 @@ def _tensor_file(
 ) -> OutputFile:
     path = state_path(tensor.name, tensor.state)
     placeholder = NewTensor(tensor.dtype, tensor.shape)
-    root = {**restore_keys.get(tensor.name, {}), "param": placeholder}
+    keys = restore_keys.get(tensor.name, {})
+    # DeepSpeed's converter puts the tensor last, but first for experts.
+    param: dict[str, object] = {"param": placeholder}
+    root = {**param, **keys} if "is_expert_param" in keys else {**keys, **param}
     archive = lay_out_archive(root, tensor.state)
     fill = Fill(tensor.key, tensor.dtype, replicated_map(tensor.shape, 1), 0)
     slots = tuple(
@@ -249,12 +255,17 @@ def _model_keys(checkpoint: Checkpoint, ranks: int) -> dict[str, object]:
 
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     roles = {tensor.name: tensor.role for tensor in checkpoint.tensors.values()}
-    for role, words in ((Role.FROZEN, "frozen parameters"), (Role.BUFFER, "buffers")):
+    for role, word in ((Role.FROZEN, "frozen parameter"), (Role.BUFFER, "buffer")):
         count = sum(1 for found in roles.values() if found is role)
         if count:
             yield (
-                f"{count} {words} are in {ZERO}/, but DeepSpeed's universal loader does not read "
-                "them back; load them into the model yourself (see the README)"
+                f"{count} {word}{'s' if count > 1 else ''} written to {ZERO}/, which DeepSpeed's "
+                "universal loader does not read back: load them into the model (see the README)"
             )
+    if any(_NATIVE_EXPERT in f".{name}" for name in roles):
+        yield (
+            "experts of native DeepSpeed MoE have their global numbers; DeepSpeed's universal "
+            "loader looks for the numbers local to a rank, so it loads them at ep_size 1 only"
+        )
     if checkpoint.scalars and not any(state == STEP for _, state in checkpoint.scalars):
         yield "the optimizer keeps no step"

@@ -22,6 +22,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.assembly import Assembler, Stretch
 from reshard.formats.checkpoint import Region
 from reshard.formats.deepspeed.writing.contents import Contents, Group, HeldStates
+from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.flat_rules import (
     alignment_paddings,
     deal_order,
@@ -52,13 +53,13 @@ class Window:
     name
         The parameter.
     map, rank
-        Target map, and the holder of it that lies here.
+        Target map, and the holder of it that lies here; None where all of it is padding.
     start, numel
-        Where in the flat tensor, in elements.
+        Where in the flat tensor, in elements, padding of the shard included.
     """
 
     name: str
-    map: ParamAffineMap
+    map: ParamAffineMap | None
     rank: int
     start: int
     numel: int
@@ -118,7 +119,7 @@ class FlatGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Buffer:
     """A flat buffer of one column, in integers."""
 
     column: int
@@ -133,7 +134,7 @@ class _Cut:
 def flat_groups(
     contents: Contents,
     options: NativeOptions,
-    maps: Mapping[str, ParamAffineMap],
+    cuts: Mapping[str, Cut],
 ) -> tuple[tuple[FlatGroup, ...], ...]:
     """The flat buffers of every column, for ZeRO-1, 2 and 3.
 
@@ -141,42 +142,41 @@ def flat_groups(
     ----------
     contents, options
         What is written, and for which topology.
-    maps
-        For every trained parameter the map over columns.
+    cuts
+        How every trained parameter is cut over columns.
 
     Returns
     -------
     tuple of tuple of FlatGroup
         By column, in the order of the buffers.
     """
-    cuts = [
-        cut
+    buffers = [
+        buffer
         for column in range(options.mp)
         for index, group in enumerate(contents.groups)
-        for cut in _cut_group(contents, options, maps, column, index, group)
+        for buffer in _buffers(contents, options, cuts, column, index, group)
     ]
-    windows = _windows(cuts, maps)
+    windows = _windows(buffers, cuts)
     columns: list[list[FlatGroup]] = [[] for _ in range(options.mp)]
-    for number, cut in enumerate(cuts):
-        columns[cut.column].append(
-            _flat_group(contents, options, maps, cut, [windows[number, r] for r in range(options.dp)])
-        )
+    for number, buffer in enumerate(buffers):
+        held = [windows[number, rank] for rank in range(options.dp)]
+        columns[buffer.column].append(_flat_group(contents, options, cuts, buffer, held))
     return tuple(tuple(groups) for groups in columns)
 
 
-def _cut_group(
+def _buffers(
     contents: Contents,
     options: NativeOptions,
-    maps: Mapping[str, ParamAffineMap],
+    cuts: Mapping[str, Cut],
     column: int,
     index: int,
     group: Group,
-) -> Iterator[_Cut]:
+) -> Iterator[_Buffer]:
     """The buffers of one parameter group on one column."""
     shards = {
-        name: maps[name].shard_shapes[column]
+        name: cuts[name].shapes[column]
         for name in group.names
-        if column in maps[name].shard_shapes and prod(maps[name].shard_shapes[column])
+        if prod(cuts[name].shapes.get(column, (0,)))
     }
     if not shards:
         raise UnsupportedError(
@@ -186,18 +186,18 @@ def _cut_group(
             next_step="DeepSpeed cannot train such a group; choose another topology",
         )
     if options.stage == 3:
-        yield from _cut_per_parameter(contents, options, shards, column, index)
+        yield from _per_parameter(contents, options, shards, column, index)
     else:
-        yield _cut_contiguous(contents, options, shards, column, index)
+        yield _contiguous(contents, options, shards, column, index)
 
 
-def _cut_contiguous(
+def _contiguous(
     contents: Contents,
     options: NativeOptions,
     shards: Mapping[str, tuple[int, ...]],
     column: int,
     index: int,
-) -> _Cut:
+) -> _Buffer:
     """ZeRO-1 and 2: end to end, in the configured order, and cut into equal parts."""
     config = contents.config
     names = list(shards)
@@ -210,7 +210,7 @@ def _cut_contiguous(
     alignment = alignment_paddings(numels, itemsize) if aligned else (0,) * len(numels)
     _, end = flat_offsets(numels, alignment)
     length = partition_length(end, options.dp)
-    return _Cut(
+    return _Buffer(
         column,
         index,
         {name: shards[name] for name in names},
@@ -221,13 +221,13 @@ def _cut_contiguous(
     )
 
 
-def _cut_per_parameter(
+def _per_parameter(
     contents: Contents,
     options: NativeOptions,
     shards: Mapping[str, tuple[int, ...]],
     column: int,
     index: int,
-) -> Iterator[_Cut]:
+) -> Iterator[_Buffer]:
     """ZeRO-3: each shard by itself, in as many sub-groups as the configured size makes."""
     names = list(shards)
     numels = [prod(shards[name]) for name in names]
@@ -235,7 +235,7 @@ def _cut_per_parameter(
     for positions in split_sub_groups(numels, options.dp, size):
         owned = [numels[position] for position in positions]
         length = per_parameter_length(owned, options.dp)
-        yield _Cut(
+        yield _Buffer(
             column,
             index,
             {names[position]: shards[names[position]] for position in positions},
@@ -250,25 +250,27 @@ def _cut_per_parameter(
 
 
 def _windows(
-    cuts: Sequence[_Cut], maps: Mapping[str, ParamAffineMap]
+    buffers: Sequence[_Buffer], cuts: Mapping[str, Cut]
 ) -> dict[tuple[int, int], list[Window]]:
-    """What every partition of every cut holds, by `(number of the cut, partition)`."""
+    """What every partition of every buffer holds, by `(number of the buffer, partition)`."""
     by_name: dict[str, list[tuple[int, FlatFragment]]] = {}
-    for number, cut in enumerate(cuts):
-        names = list(cut.shapes)
-        for fragment in cut.fragments:
+    for number, buffer in enumerate(buffers):
+        names = list(buffer.shapes)
+        for fragment in buffer.fragments:
             by_name.setdefault(names[fragment.index], []).append((number, fragment))
     assembler = Assembler()
     found: dict[tuple[int, int], list[Window]] = {
-        (number, rank): [] for number, cut in enumerate(cuts) for rank in range(len(cut.lengths))
+        (number, rank): []
+        for number, buffer in enumerate(buffers)
+        for rank in range(len(buffer.lengths))
     }
-    for name, fragments in by_name.items():
-        composed = compose_fragments(
-            assembler, name, maps[name], [(cuts[number].column, part) for number, part in fragments]
-        )
-        for holder, (number, part) in enumerate(fragments):
+    for name, parts in by_name.items():
+        fragments = [(buffers[number].column, part) for number, part in parts]
+        composed, holders = compose_fragments(assembler, name, cuts[name], fragments)
+        for (number, part), holder in zip(parts, holders, strict=True):
+            target = composed if holder is not None else None
             found[number, part.partition].append(
-                Window(name, composed, holder, part.partition_start, part.numel)
+                Window(name, target, holder or 0, part.partition_start, part.numel)
             )
     for windows in found.values():
         windows.sort(key=lambda window: window.start)
@@ -278,9 +280,9 @@ def _windows(
 def compose_fragments(
     assembler: Assembler,
     name: str,
-    outer: ParamAffineMap,
+    cut: Cut,
     fragments: Sequence[tuple[int, FlatFragment]],
-) -> ParamAffineMap:
+) -> tuple[ParamAffineMap, list[int | None]]:
     """The map from a parameter to the fragments of its shards.
 
     Parameters
@@ -289,51 +291,55 @@ def compose_fragments(
         Keeps compositions by geometry.
     name
         The parameter, for messages.
-    outer
-        Its map over columns.
+    cut
+        How it is cut over columns.
     fragments
-        `(column, fragment)`, columns ascending; they are the holders of the result, in this order.
+        `(column, fragment)`, columns ascending.
+
+    Returns
+    -------
+    map, holders
+        The map, and for each fragment its holder of the map; None where it is padding only.
     """
     nowhere = Region("", 0, 0)
     stretches: dict[int, list[Stretch]] = {}
+    holders: list[int | None] = []
+    count = 0
     for column, part in fragments:
-        stretches.setdefault(column, []).append(Stretch(nowhere, part.shard_start, part.numel))
-    return assembler.locate(name, outer, stretches).map
+        numel = min(part.numel, cut.real_numel(column) - part.shard_start)
+        holders.append(count if numel > 0 else None)
+        if numel > 0:
+            stretches.setdefault(column, []).append(Stretch(nowhere, part.shard_start, numel))
+            count += 1
+    return assembler.locate(name, cut.map, stretches).map, holders
 
 
 def _flat_group(
     contents: Contents,
     options: NativeOptions,
-    maps: Mapping[str, ParamAffineMap],
-    cut: _Cut,
+    cuts: Mapping[str, Cut],
+    buffer: _Buffer,
     windows: Sequence[Sequence[Window]],
 ) -> FlatGroup:
     partitions = tuple(
-        FlatPartition(
-            tuple(held), length, padding, tuple(_whole(held, maps, cut.shapes, cut.column))
-        )
-        for held, length, padding in zip(windows, cut.lengths, cut.paddings, strict=True)
+        FlatPartition(tuple(held), length, padding, tuple(_whole(held, cuts, buffer)))
+        for held, length, padding in zip(windows, buffer.lengths, buffer.paddings, strict=True)
     )
     return FlatGroup(
-        cut.param_group,
-        cut.shapes,
-        cut.alignment,
-        contents.held_by_all(list(cut.shapes)),
-        _whole_states(contents, options, cut.param_group),
+        buffer.param_group,
+        buffer.shapes,
+        buffer.alignment,
+        contents.held_by_all(list(buffer.shapes)),
+        _whole_states(contents, options, buffer.param_group),
         partitions,
     )
 
 
-def _whole(
-    windows: Sequence[Window],
-    maps: Mapping[str, ParamAffineMap],
-    shapes: Mapping[str, tuple[int, ...]],
-    column: int,
-) -> Iterator[Window]:
+def _whole(windows: Sequence[Window], cuts: Mapping[str, Cut], buffer: _Buffer) -> Iterator[Window]:
     start = 0
     for window in windows:
-        numel = prod(shapes[window.name])
-        yield Window(window.name, maps[window.name], column, start, numel)
+        numel = prod(buffer.shapes[window.name])
+        yield Window(window.name, cuts[window.name].map, buffer.column, start, numel)
         start += numel
 
 

@@ -1,8 +1,8 @@
 """The rules by which DeepSpeed lays out a flat buffer, in plain integers.
 
-Theory. How a buffer is cut once it is laid out is in :mod:`reshard.layouts.flat`. Here is what comes
-before the cut: in which order the shards follow each other, how much padding stands between and
-after them, and where a long group of ZeRO-3 is split into several buffers.
+Theory. How a buffer is cut once it is laid out is in :mod:`reshard.layouts.flat`. Here is what
+comes before the cut: in which order the shards follow each other, how much padding stands between
+and after them, and where a long group of ZeRO-3 is split into several buffers.
 
 Sources: `stage_1_and_2.py` (`_round_robin_reorder`, `__init__`), `stage3.py`
 (`_create_fp16_sub_groups`), `bf16_optimizer.py` (`_setup_for_real_optimizer`), DeepSpeed 0.19.8.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from reshard.errors import UsageError
 from reshard.formats.dtypes import DType
+from reshard.formats.layout_source import LayoutSource
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that a DeepSpeed engine can run a model in."""
@@ -34,6 +35,11 @@ class NativeOptions:
     kv_heads
         Number of key/value heads of the model, for tensor-parallel layouts that follow from it and
         that the source's maps leave open.
+    vocab_multiple
+        What a padded vocabulary is a multiple of on each tensor rank
+        (Megatron's ``--make-vocab-size-divisible-by``).
+    layouts
+        How the user says that parameters are cut.
 
     Raises
     ------
@@ -57,13 +63,15 @@ class NativeOptions:
     dtype: DType | None = None
     sub_group_size: int | None = None
     kv_heads: int | None = None
+    vocab_multiple: int | None = None
+    layouts: LayoutSource | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise UsageError(
                 "there is no such ZeRO stage", expected="0, 1, 2 or 3", found=self.stage
             )
-        for word in ("dp", "tp", "pp", "ep", "sub_group_size", "kv_heads"):
+        for word in ("dp", "tp", "pp", "ep", "sub_group_size", "kv_heads", "vocab_multiple"):
             value = getattr(self, word)
             if value is not None and value < 1:
                 raise UsageError(f"{word} must be at least 1", found=value)

@@ -86,8 +86,9 @@ class RunConfig:
     def sub_group_size(self) -> int:
         """Elements a rank keeps in one sub-group of ZeRO-3, at least."""
         size = self.zero.get("sub_group_size")
-        is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-        return int(size) if is_number else DEFAULT_SUB_GROUP_SIZE  # type: ignore[arg-type]
+        if isinstance(size, (int, float)) and not isinstance(size, bool):
+            return int(size)
+        return DEFAULT_SUB_GROUP_SIZE
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -101,10 +102,7 @@ class RunConfig:
         accumulates = self.section("data_types").get("grad_accum_dtype")
         single = accumulates in _SINGLE
         return (
-            stage == 1
-            and model_dtype.name == "bfloat16"
-            and single
-            and not self.offloads_optimizer
+            stage == 1 and model_dtype.name == "bfloat16" and single and not self.offloads_optimizer
         )
 
 

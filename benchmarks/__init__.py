@@ -1,0 +1,1 @@
+"""Benchmarks: figures measured side by side with other tools in one run."""

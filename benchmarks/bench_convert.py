@@ -1,0 +1,241 @@
+"""Conversion at real size, beside `cp -r` and DeepSpeed's converter, in one run.
+
+Theory. The limit of a conversion is moving the bytes once, and `cp -r` is what moving them once
+costs on this machine, now. So every round measures all contenders one after the other on the same
+disk with the source in the page cache, and the figures are medians over rounds:
+
+* `cp -r` against `reshard convert --no-fsync` (neither waits for the disk);
+* `cp -r` and `sync` of its files against `reshard convert` (both are durable at the end);
+* DeepSpeed's `ds_to_universal` with its defaults.
+
+Each runs in a fresh process, start-up included. Before each, the last output is removed and the
+file system synced, so nobody pays for another's dirty pages. Memory is the sum of the resident sets
+of the whole process tree, sampled a hundred times a second, less that of an idle interpreter.
+
+``python benchmarks/bench_convert.py --size quick`` (about 2.4 GB a case) or ``--size full`` (over 4
+GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CASES = ("z1dp2", "z2dp4", "z3dp4", "z1tp2dp2")
+SIZES = {
+    "tiny": (64, 320),
+    "quick": (768, 16_000),
+    "full": (1024, 32_000),
+    "double": (1536, 32_000),
+}
+"""Hidden size and vocabulary of the 24-layer model; 3, 2.6, 5 and 9 GB a case."""
+
+SAMPLE_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured run: wall seconds and peak bytes of the process tree."""
+
+    seconds: float
+    peak: int
+
+
+def children(pid: int) -> Iterator[int]:
+    """A process and all its descendants."""
+    yield pid
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in found:
+        yield from children(int(child))
+
+
+def resident(pid: int) -> int:
+    """Resident bytes of a process, page cache that it maps not counted."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    wanted = ("RssAnon:", "RssShmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
+
+
+def measure(command: list[str], environment: dict[str, str] | None = None) -> Run:
+    """Run a command in a process of its own; it must succeed."""
+    peak = 0
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    errors: list[bytes] = []
+    reader = threading.Thread(target=lambda: errors.append(process.stderr.read()))  # type: ignore[union-attr]
+    reader.start()
+    while process.poll() is None:
+        peak = max(peak, sum(resident(pid) for pid in children(process.pid)))
+        time.sleep(SAMPLE_SECONDS)
+    seconds = time.perf_counter() - start
+    reader.join()
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{errors[0].decode()[-3000:]}")
+    return Run(seconds, peak)
+
+
+def idle() -> int:
+    """Resident bytes of an interpreter that does nothing."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"]) as process:
+        time.sleep(1)
+        found = resident(process.pid)
+        process.kill()
+    return found
+
+
+def contenders(source: Path, out: Path) -> dict[str, Callable[[], Run]]:
+    """What is measured, by name; each leaves its output in ``out``."""
+    reshard = [sys.executable, "-m", "reshard", "convert", str(source), str(out), "--quiet"]
+    ours = {"PYTHONPATH": str(HERE.parent / "src")}
+    copy = ["cp", "-r", str(source / "step3"), str(out)]
+    synced = " ".join([*copy, "&&", "find", str(out), "-type", "f", "-exec", "sync", "{}", "+"])
+    theirs = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder",
+        str(source / "step3"),
+        "--output_folder",
+        str(out),
+    ]
+    return {
+        "cp -r": lambda: measure(copy),
+        "reshard --no-fsync": lambda: measure([*reshard, "--no-fsync"], ours),
+        "cp -r + sync": lambda: measure(["sh", "-c", synced]),
+        "reshard": lambda: measure(reshard, ours),
+        "DeepSpeed": lambda: measure(theirs, {"CUDA_VISIBLE_DEVICES": ""}),
+    }
+
+
+def prepared(case: str, size: str, root: Path) -> Path:
+    """The checkpoint of a case, made when it is not there yet, and read into the page cache."""
+    folder = root / f"{case}-{size}"
+    if not (folder / "latest").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        hidden, vocabulary = SIZES[size]
+        command = [sys.executable, str(HERE / "make_big.py"), case, str(folder)]
+        subprocess.run(
+            [*command, "--hidden", str(hidden), "--vocabulary", str(vocabulary)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    for path in folder.rglob("*.pt"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 22):
+                pass
+    return folder
+
+
+def cleared(out: Path) -> None:
+    """Remove the last output and let the disk come to rest."""
+    shutil.rmtree(out, ignore_errors=True)
+    (out.parent / "latest_universal").unlink(missing_ok=True)
+    os.sync()
+    time.sleep(0.3)
+
+
+def rounds(case: str, size: str, root: Path, repeat: int, names: list[str]) -> dict[str, list[Run]]:
+    """All contenders, several times round."""
+    source = prepared(case, size, root)
+    out = root / "out" / "step3_universal"
+    out.parent.mkdir(exist_ok=True)
+    found: dict[str, list[Run]] = {name: [] for name in names}
+    for _ in range(repeat):
+        for name, run in contenders(source, out).items():
+            if name in found:
+                cleared(out)
+                found[name].append(run())
+    cleared(out)
+    return found
+
+
+def summary(case: str, source: Path, found: dict[str, list[Run]], base: int) -> dict[str, object]:
+    """Medians, ratios and peaks of one case."""
+    seconds = {name: statistics.median(r.seconds for r in runs) for name, runs in found.items()}
+    peaks = {name: max(r.peak for r in runs) - base for name, runs in found.items()}
+
+    def ratio(over: str, under: str) -> float | None:
+        return seconds[over] / seconds[under] if over in seconds and under in seconds else None
+
+    return {
+        "case": case,
+        "source_bytes": sum(path.stat().st_size for path in source.rglob("*.pt")),
+        "seconds": seconds,
+        "all_seconds": {name: [run.seconds for run in runs] for name, runs in found.items()},
+        "peak_bytes_above_idle": peaks,
+        "no_fsync_over_cp": ratio("reshard --no-fsync", "cp -r"),
+        "durable_over_cp_sync": ratio("reshard", "cp -r + sync"),
+        "deepspeed_over_reshard": ratio("DeepSpeed", "reshard"),
+        "deepspeed_over_no_fsync": ratio("DeepSpeed", "reshard --no-fsync"),
+    }
+
+
+def line(found: dict[str, object]) -> str:
+    """One case for a reader."""
+    seconds, peaks = found["seconds"], found["peak_bytes_above_idle"]
+    parts = [
+        f"{name} {seconds[name]:.2f} s ({max(peaks[name], 0) / 1e6:.0f} MB)"  # type: ignore[index]
+        for name in seconds  # type: ignore[attr-defined]
+    ]
+    ratios = [
+        f"{word} {found[key]:.2f}"
+        for key, word in (
+            ("no_fsync_over_cp", "no-fsync / cp"),
+            ("durable_over_cp_sync", "durable / cp+sync"),
+            ("deepspeed_over_reshard", "DeepSpeed / durable"),
+            ("deepspeed_over_no_fsync", "DeepSpeed / no-fsync"),
+        )
+        if found[key] is not None
+    ]
+    size = int(found["source_bytes"]) / 1e9  # type: ignore[call-overload]
+    return f"{found['case']} {size:.2f} GB: {', '.join(parts)}; {', '.join(ratios)}"
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--size", choices=sorted(SIZES), default="quick")
+    options.add_argument("--case", choices=CASES, action="append")
+    options.add_argument("--repeat", type=int, default=3)
+    options.add_argument("--root", type=Path, default=HERE.parent / "build" / "bench")
+    options.add_argument("--without", action="append", default=[], help="leave a contender out")
+    options.add_argument("--json", type=Path, help="write all figures there")
+    chosen = options.parse_args()
+    chosen.root.mkdir(parents=True, exist_ok=True)
+    base = idle()
+    results = []
+    for case in chosen.case or CASES:
+        source = prepared(case, chosen.size, chosen.root)
+        names = [n for n in contenders(source, source) if n not in chosen.without]
+        found = rounds(case, chosen.size, chosen.root, chosen.repeat, names)
+        results.append({"size": chosen.size, **summary(case, source, found, base)})
+        print(line(results[-1]), flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""How pipelines and mixtures of experts are spread: values that import no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipeRecipe:
+    """A pipeline: its degrees and its ZeRO stage."""
+
+    pp: int
+    tp: int = 1
+    dp: int = 1
+    stage: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.pp * self.tp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class MixRecipe:
+    """A mixture of experts.
+
+    Parameters
+    ----------
+    world
+        Number of processes.
+    ep
+        Expert-parallel degree.
+    tp
+        Tensor-parallel degree; above 1 AutoEP and AutoTP are folded.
+    stage, dtype
+        ZeRO stage and model dtype.
+    native
+        Whether it is a native DeepSpeed MoE instead of a Mixtral under AutoEP.
+    data_first
+        ``use_data_before_expert_parallelism``.
+    """
+
+    world: int
+    ep: int
+    tp: int = 1
+    stage: int = 1
+    dtype: str = "fp32"
+    native: bool = False
+    data_first: bool = False
+
+    @property
+    def dp(self) -> int:
+        """The data-parallel degree."""
+        return self.world // self.tp

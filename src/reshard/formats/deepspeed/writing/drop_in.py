@@ -1,0 +1,141 @@
+"""A whole trainer's folder for the target: the checkpoint, and the trainer's own files beside it.
+
+Theory. Trainers (Hugging Face's among them) save into a folder of their own: DeepSpeed's tag folder
+with ``latest``, and beside it schedulers, trainer state, tokenizer, configuration. A run resumes
+from the whole folder, so a drop-in has all of it: the tag folder is written anew, ``latest`` names
+it, and every other file is carried byte for byte. Left out are only the files that belong to ranks
+of another topology: RNG states, one a process.
+
+A carried file is no different from a tensor: bytes of a source region that go to a target region.
+So it is added to the checkpoint as a one-dimensional tensor of bytes, and travels with the plan,
+its memory bound, its digests and its crash safety.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.errors import UsageError
+from reshard.formats.checkpoint import Checkpoint, Region, Role, SourceFile, StoredTensor
+from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.writer import POINTER, lay_out_deepspeed
+from reshard.formats.dtypes import DTYPES
+from reshard.formats.folders import holds_checkpoint
+from reshard.formats.target import Fill, OutputFile, Slot, Target
+from reshard.layouts.builders import replicated_map
+
+FILE_STATE = "file"
+"""State under which a carried file is a tensor; its name is the path."""
+
+RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
+"""RNG states, one a process (``transformers.Trainer``)."""
+
+NOT_CARRIED = frozenset((POINTER, "reshard_manifest.json"))
+"""Files that the output has of its own."""
+
+BYTE = DTYPES["uint8"]
+
+
+def lay_out_drop_in(checkpoint: Checkpoint, options: NativeOptions) -> tuple[Checkpoint, Target]:
+    """Lay out a trainer's folder.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint in a trainer's folder.
+    options
+        The topology to write for.
+
+    Returns
+    -------
+    checkpoint, target
+        The source with the trainer's files added, to plan from, and the folder to be. The folder
+        has the pointer file inside, so there is none beside it.
+
+    Raises
+    ------
+    UsageError
+        When no pointer file beside the checkpoint names it.
+    """
+    tag = Path(checkpoint.path).name
+    folder = Path(checkpoint.path).parent
+    _require_trainer_folder(folder, tag)
+    native = lay_out_deepspeed(checkpoint, tag=tag, options=options)
+    same = _same_world(checkpoint, options)
+    carried = [path for path in _files(folder) if same or not RNG_FILE.fullmatch(path.name)]
+    left = [path.name for path in _files(folder) if path not in carried]
+    tensors = {tensor.key: tensor for tensor in map(_as_tensor, carried)}
+    files = [replace(file, path=f"{tag}/{file.path}") for file in native.files]
+    files.append(_literal_file(POINTER, tag.encode()))
+    files += (_carried_file(path, folder) for path in carried)
+    said = (f"left out, of ranks of another topology: {', '.join(left)}",) if left else ()
+    target = Target(native.format, tuple(files), None, (*native.notes, *said))
+    return _with_files(checkpoint, tensors), target
+
+
+def _require_trainer_folder(folder: Path, tag: str) -> None:
+    pointer = folder / POINTER
+    if not pointer.is_file() or pointer.read_text(errors="replace").strip() != tag:
+        raise UsageError(
+            "the checkpoint lies in no trainer's folder",
+            file=folder,
+            expected=f"a file {POINTER!r} that names {tag!r}",
+            next_step="leave out --drop-in",
+        )
+
+
+def _same_world(checkpoint: Checkpoint, options: NativeOptions) -> bool:
+    source = checkpoint.topology
+    return (source.dp, source.tp, source.pp) == (options.dp, options.tp, options.pp)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The trainer's files, in order; folders that hold a checkpoint are not entered."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        if entry.is_dir():
+            if not holds_checkpoint(path):
+                yield from _files(path)
+        elif entry.is_file() and entry.name not in NOT_CARRIED:
+            yield path
+
+
+def _as_tensor(path: Path) -> StoredTensor:
+    nbytes = path.stat().st_size
+    return StoredTensor(
+        str(path),
+        FILE_STATE,
+        BYTE,
+        replicated_map((nbytes,), 1),
+        {0: Region(str(path), 0, nbytes)},
+        Role.BUFFER,
+        "a file of the trainer",
+    )
+
+
+def _with_files(checkpoint: Checkpoint, tensors: dict[tuple[str, str], StoredTensor]) -> Checkpoint:
+    sources = tuple(
+        SourceFile(tensor.name, tensor.numel, "file of the trainer") for tensor in tensors.values()
+    )
+    return replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, **tensors},
+        files=(*checkpoint.files, *sources),
+    )
+
+
+def _carried_file(path: Path, folder: Path) -> OutputFile:
+    name = path.relative_to(folder).as_posix()
+    nbytes = path.stat().st_size
+    if not nbytes:
+        return OutputFile(name, 0, ())
+    fill = Fill((str(path), FILE_STATE), BYTE, replicated_map((nbytes,), 1), 0)
+    return OutputFile(name, nbytes, (), (Slot(0, nbytes, (fill,)),))
+
+
+def _literal_file(name: str, content: bytes) -> OutputFile:
+    return OutputFile(name, len(content), ((0, content),))

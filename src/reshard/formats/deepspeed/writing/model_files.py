@@ -1,0 +1,219 @@
+"""The model-state file of one rank: ``mp_rank_*`` or, under ZeRO-3, ``zero_pp_rank_*``.
+
+Theory. This file tells what there is: names and shapes in the order of the flat buffers, counters,
+schedulers, whatever the client added. Its `module` is the state dict that DeepSpeed loads into the
+model, so what it must hold depends on the stage:
+
+* ZeRO-0, 1, 2: every parameter of the column in the element type of the model, which for trained
+  ones is the master weight rounded to it, as the optimizer itself rounds after a step. (The loader
+  of ZeRO-1 and 2 takes the master from the optimizer file and the weight from here; it does not
+  compare them.)
+* ZeRO-3: empty placeholders of the right element type. Weights are rounded from the masters when
+  they are loaded; frozen parameters come from `frozen_param_fragments`, one block a rank.
+
+Buffers are real in every file, whole on every rank.
+
+Sources: `engine.py` (`_common_checkpoint_state`, `_save_checkpoint`, `load_module_state_dict`,
+`_get_shared_params`), DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from reshard.formats.assembly import Assembler
+from reshard.formats.deepspeed.partitions import MASTER
+from reshard.formats.deepspeed.writing.archives import Bulk
+from reshard.formats.deepspeed.writing.contents import Contents
+from reshard.formats.deepspeed.writing.cuts import Cut
+from reshard.formats.deepspeed.writing.flat_groups import FlatGroup, compose_fragments
+from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.torch_archive import NewTensor, Size
+from reshard.layouts.flat import ceil_div, per_parameter_partition
+
+ORDERED = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+)
+"""Keys that DeepSpeed itself writes, in its order; what the client added comes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One model-parallel rank of the target.
+
+    Parameters
+    ----------
+    mp
+        Its number.
+    contents, options
+        What is written, and for which topology.
+    cuts
+        How every parameter and buffer is cut over columns.
+    groups
+        Its flat buffers; empty without ZeRO.
+    part
+        What its file says besides the model: counters, schedulers, client state.
+    """
+
+    mp: int
+    contents: Contents
+    options: NativeOptions
+    cuts: Mapping[str, Cut]
+    groups: Sequence[FlatGroup]
+    part: Mapping[str, object]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of the column's shard, None when it has none."""
+        return self.cuts[name].shapes.get(self.mp)
+
+    @property
+    def unoptimized(self) -> list[str]:
+        """Parameters of the column that are in no flat buffer: frozen ones, and empty shards."""
+        names = [name for group in self.contents.groups for name in group.names]
+        empty = [name for name in names if self.shape(name) is not None and not self._numel(name)]
+        return [name for name in (*self.contents.frozen, *empty) if self.shape(name) is not None]
+
+    def _numel(self, name: str) -> int:
+        return prod(self.shape(name) or (0,))
+
+
+def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict[str, object]:
+    """The content of the model-state file of data-parallel rank ``rank`` of a column.
+
+    Parameters
+    ----------
+    column
+        The model-parallel rank.
+    rank
+        Data-parallel rank; below ZeRO-3 only rank 0 writes a file.
+    optimizer
+        State dict of the optimizer without ZeRO, else None.
+    bulk
+        Receives what goes into the storages.
+    """
+    contents, options = column.contents, column.options
+    stage3 = options.stage == 3
+    module = _placeholders(column, bulk) if stage3 else _weights(column, bulk)
+    keeps_frozen = options.stage >= 2
+    own: dict[str, object] = {
+        "module": module,
+        "buffer_names": [name for name in contents.module if name in set(contents.buffers)],
+        "optimizer": optimizer,
+        "param_shapes": [_sizes(group.shapes) for group in column.groups] or None,
+        "frozen_param_shapes": _frozen_shapes(column) if keeps_frozen else None,
+        "shared_params": _shared(column, rank),
+        "frozen_param_fragments": _frozen_fragments(column, rank, bulk) if keeps_frozen else None,
+        "dp_world_size": options.dp,
+        "mp_world_size": options.mp,
+        "checkpoint_parallel_dimensions": {"pp_degree": options.pp, "tp_degree": options.tp},
+    }
+    root = {**column.part, **own}
+    kept = {key: root.get(key) for key in ORDERED if key != "global_samples" or key in root}
+    return kept | {key: value for key, value in root.items() if key not in kept}
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
+    return OrderedDict((name, Size(shape)) for name, shape in shapes.items())
+
+
+def _shared(column: Column, rank: int) -> dict[str, str]:
+    """Tied names, on the first rank of all; DeepSpeed itself leaves them out without ZeRO."""
+    return dict(column.contents.checkpoint.aliases) if (rank, column.mp) == (0, 0) else {}
+
+
+# --------------------------------------------------------------------------- module
+
+
+def _weights(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
+    """Every tensor of the module; a tied name is a second view of its owner's storage."""
+    aliases = column.contents.checkpoint.aliases
+    module: OrderedDict[str, NewTensor] = OrderedDict()
+    for name in column.contents.module:
+        tensor = _weight(column, aliases.get(name, name), bulk)
+        if tensor is not None:
+            module[name] = tensor
+    return module
+
+
+def _weight(column: Column, name: str, bulk: Bulk) -> NewTensor | None:
+    shape = column.shape(name)
+    if shape is None:
+        return None
+    dtype = column.contents.dtypes[name]
+    stored = column.contents.checkpoint.tensors[name, MASTER].dtype
+    label = ("module", name)
+    target = column.cuts[name].map
+    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.mp, stored)
+
+
+def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
+    contents = column.contents
+    aliases, buffers = contents.checkpoint.aliases, set(contents.buffers)
+    module: OrderedDict[str, NewTensor] = OrderedDict()
+    for name in contents.module:
+        owner = aliases.get(name, name)
+        if owner in buffers:
+            tensor = _weight(column, owner, bulk)
+        elif column.shape(owner) is None:
+            tensor = None
+        else:
+            tensor = NewTensor(contents.dtypes[owner], (0,))
+        if tensor is not None:
+            module[name] = tensor
+    return module
+
+
+# --------------------------------------------------------------------------- frozen parameters
+
+
+def _frozen_shapes(column: Column) -> OrderedDict[str, Size]:
+    return _sizes({name: column.shape(name) or () for name in column.unoptimized})
+
+
+def _frozen_fragments(column: Column, rank: int, bulk: Bulk) -> OrderedDict[str, NewTensor]:
+    """ZeRO-2: the tensors of the module themselves. ZeRO-3: this rank's block of each."""
+    fragments: OrderedDict[str, NewTensor] = OrderedDict()
+    for name in column.unoptimized:
+        whole = column.options.stage == 2
+        tensor = _weight(column, name, bulk) if whole else _block(column, name, rank, bulk)
+        if tensor is not None:
+            fragments[name] = tensor
+    return fragments
+
+
+def _block(column: Column, name: str, rank: int, bulk: Bulk) -> NewTensor:
+    dp, cut = column.options.dp, column.cuts[name]
+    parts = [
+        (mp, part)
+        for mp, shape in cut.shapes.items()
+        for part in per_parameter_partition([prod(shape)], dp)
+    ]
+    dtype, label = column.contents.dtypes[name], ("frozen", name)
+    length = ceil_div(prod(cut.shapes[column.mp]), dp)
+    composed, holders = compose_fragments(Assembler(), name, cut, parts)
+    for (mp, part), holder in zip(parts, holders, strict=True):
+        if (mp, part.partition) == (column.mp, rank) and holder is not None:
+            stored = column.contents.checkpoint.tensors[name, MASTER].dtype
+            key = (name, MASTER)
+            return bulk.shard(label, key, dtype, (length,), composed, holder, stored)
+    return bulk.flat(label, MASTER, dtype, length, ())

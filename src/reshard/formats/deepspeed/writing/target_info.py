@@ -1,0 +1,116 @@
+"""`universal_checkpoint_info` of the target: the layout metadata for the new topology.
+
+Theory. The info is what a later reader has to go by, DeepSpeed's converter or reshard. What it says
+about degrees is made anew: the maps, and the widths of sub-parameters on every rank. What holds for
+every degree (patterns, sub-parameters, the size of the vocabulary) stays as the source has it, and
+so does the version.
+
+Two things are kept beside it for later conversions (`tensor_parallel`): maps of other degrees, and
+the number of heads where it was stated. A source without an info gets one when its target has
+several tensor ranks, in the form that any framework may write (`info_entry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from reshard.formats.deepspeed.info_entry import deepspeed_info, exact
+from reshard.formats.deepspeed.key_lowering import Branch
+from reshard.formats.deepspeed.writing.rescaling import ranges_along
+from reshard.formats.deepspeed.writing.tensor_parallel import KEPT, KEPT_HEADS, Source
+from reshard.geometry import maps_to_document
+
+if TYPE_CHECKING:
+    from reshard.formats.deepspeed.conversion_keys import ConversionKeys, KeyRule
+    from reshard.formats.deepspeed.writing.contents import Contents
+    from reshard.formats.deepspeed.writing.cuts import Cut
+    from reshard.formats.deepspeed.writing.options import NativeOptions
+    from reshard.geometry import ParamAffineMap
+
+MAPS = "affine_map"
+WIDTHS = "sub_param_shard_widths"
+
+
+def target_info(
+    contents: Contents, options: NativeOptions, source: Source, cuts: Mapping[str, Cut]
+) -> dict[str, object] | None:
+    """The info of the target, None when it has none.
+
+    Parameters
+    ----------
+    contents, options
+        What is written, and for which topology.
+    source
+        The info of the source.
+    cuts
+        How the target cuts every parameter.
+    """
+    maps = {
+        name: cuts[name].map
+        for name in (*contents.held, *contents.frozen)
+        if cuts[name].shapes == dict(cuts[name].map.shard_shapes)
+    }
+    if not source.info and options.tp == 1:
+        return None
+    kept = _kept(source, options)
+    if not source.info:
+        return {**deepspeed_info(maps, listed=contents.held), **kept}
+    info = {key: value for key, value in source.info.items() if key not in (KEPT, KEPT_HEADS)}
+    if MAPS in info or not source.is_explicit:
+        info[MAPS] = maps_to_document({exact(name): one for name, one in maps.items()})
+    if WIDTHS in info:
+        info[WIDTHS] = _widths(source.keys(options.tp), maps)
+    if "padded_vocab_size" in info:
+        info["padded_vocab_size"] = _padded_rows(cuts.values(), info["padded_vocab_size"])
+    return {**info, **kept}
+
+
+def _kept(source: Source, options: NativeOptions) -> dict[str, object]:
+    """What later conversions may need: maps of the other degrees, and the number of heads."""
+    others = {str(d): document for d, document in source.documents.items() if d != options.tp}
+    heads = options.kv_heads or source.kv_heads
+    return {
+        **({KEPT: others} if others else {}),
+        **({KEPT_HEADS: heads} if heads is not None else {}),
+    }
+
+
+def _padded_rows(cuts: Iterable[Cut], stated: object) -> object:
+    heights = {
+        sum(shape[0] for shape in cut.shapes.values())
+        for cut in cuts
+        if cut.shapes != dict(cut.map.shard_shapes)
+    }
+    return heights.pop() if len(heights) == 1 else stated
+
+
+def _widths(keys: ConversionKeys, maps: Mapping[str, ParamAffineMap]) -> dict[str, list[list[int]]]:
+    """For every pattern of sub-parameters, the extent of each on each rank."""
+    found = {}
+    for rule in keys.rules:
+        if rule.branch is Branch.SUB_PARAMS:
+            for name, one in maps.items():
+                if rule.pattern.match(name):
+                    found[rule.pattern.pattern] = _widths_of(rule, one)
+    return found
+
+
+def _widths_of(rule: KeyRule, one: ParamAffineMap) -> list[list[int]]:
+    dim = rule.sub_params.partition_dim if rule.sub_params is not None else 0
+    entry = rule.sub_params.entries[dim] if rule.sub_params is not None else 1
+    extent = one.logical_shape[dim]
+    sizes = list(entry) if isinstance(entry, tuple) else [extent // max(entry, 1)] * max(entry, 1)
+    ranges = ranges_along(one, dim) or {}
+    rows = []
+    start = 0
+    for size in sizes:
+        stop = start + size
+        rows.append(
+            [
+                sum(max(0, min(first + n, stop) - max(first, start)) for first, n in ranges[rank])
+                for rank in one.ranks
+            ]
+        )
+        start = stop
+    return rows

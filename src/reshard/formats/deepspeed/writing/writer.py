@@ -1,0 +1,106 @@
+"""Laying out a native checkpoint: every file of every rank of the target topology.
+
+Theory. The walk is: sort the source (`contents`) → find how the target cuts every parameter over
+its columns (`tensor_parallel`) → lay out and cut the flat buffers (`flat_groups`) → make each
+rank's files → say what could not be carried. Nothing is read but what the source's reader read
+already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.deepspeed.names import (
+    model_file_name,
+    optimizer_file_name,
+    zero3_model_file_name,
+)
+from reshard.formats.deepspeed.writing.archives import Bulk, output_file
+from reshard.formats.deepspeed.writing.contents import Contents, contents_of
+from reshard.formats.deepspeed.writing.flat_groups import FlatGroup, flat_groups
+from reshard.formats.deepspeed.writing.model_files import Column, model_tree
+from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
+from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.plain_optimizer import plain_optimizer, require_plain
+from reshard.formats.deepspeed.writing.settings import carried_part, notes
+from reshard.formats.deepspeed.writing.target_info import target_info
+from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of, source_of
+from reshard.formats.target import OutputFile, Target
+
+POINTER = "latest"
+"""The pointer file that DeepSpeed follows when no tag is given."""
+
+
+def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOptions) -> Target:
+    """Lay out a native DeepSpeed checkpoint.
+
+    Parameters
+    ----------
+    checkpoint
+        What to write.
+    tag
+        Name of the output folder, for the pointer file.
+    options
+        The topology to write for.
+
+    Raises
+    ------
+    CheckpointError
+        When the source lacks what a native checkpoint must have.
+    LayoutError
+        When how the target cuts a parameter is not known.
+    UnsupportedError
+        When the target's optimizer cannot hold what the source holds.
+    """
+    contents = contents_of(checkpoint, options)
+    columns = _columns(contents, options)
+    files = [*_model_files(columns), *_optimizer_files(columns)]
+    said = notes(contents, options, [column.groups for column in columns], _empty(columns))
+    return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said))
+
+
+def _columns(contents: Contents, options: NativeOptions) -> list[Column]:
+    source = source_of(contents)
+    cuts = cuts_of(contents, options, source)
+    info = target_info(contents, options, source, cuts)
+    groups: tuple[tuple[FlatGroup, ...], ...] = ((),) * options.mp
+    if options.stage:
+        groups = flat_groups(contents, options, cuts)
+    else:
+        require_plain(contents)
+    return [
+        Column(mp, contents, options, cuts, groups[mp], carried_part(contents, options, mp, info))
+        for mp in range(options.mp)
+    ]
+
+
+def _empty(columns: list[Column]) -> list[str]:
+    """Parameters of which some column holds no element."""
+    cuts = columns[0].cuts
+    return [name for name, cut in cuts.items() if not all(map(prod, cut.shapes.values()))]
+
+
+def _model_files(columns: list[Column]) -> Iterator[OutputFile]:
+    for column in columns:
+        stage3 = column.options.stage == 3
+        for rank in range(column.options.dp if stage3 else 1):
+            bulk = Bulk()
+            optimizer = None if column.options.stage else plain_optimizer(column, bulk)
+            root = model_tree(column, rank, optimizer, bulk)
+            name = zero3_model_file_name(rank, column.mp) if stage3 else model_file_name(column.mp)
+            yield output_file(name, root, bulk)
+
+
+def _optimizer_files(columns: list[Column]) -> Iterator[OutputFile]:
+    for column in columns:
+        if not column.groups:
+            continue
+        contents, options = column.contents, column.options
+        prefix = "bf16_" if contents.model_dtype.name == "bfloat16" else ""
+        head = {key: column.part.get(key) for key in ("ds_config", "ds_version")}
+        for rank in range(options.dp):
+            bulk = Bulk()
+            root = optimizer_tree(contents, options, column.groups, rank, head, bulk)
+            yield output_file(optimizer_file_name(rank, column.mp, prefix), root, bulk)

@@ -1,0 +1,173 @@
+"""Balancing: plans in which the busiest source rank gives as little as it can.
+
+Theory. The target pieces are cut where the set of source holders changes; every part then belongs
+to one class. How much each holder gives of each class is a flow problem, solved exactly
+(:mod:`reshard.geometry.balance`). To realise the shares, the parts of a class are laid one after
+the other in canonical order and cut where one holder's share ends and the next one's begins; a
+cut in the middle of a block leaves at most 2N−1 blocks. Each part is then matched with the pieces
+of the holder that gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.assembling import check_sizes, filled, layers_of, segments_of
+from reshard.geometry.balance import Balance, Locations, Shares, share_out
+from reshard.geometry.links import Link, LinkDim
+from reshard.geometry.matching import matched
+from reshard.geometry.piece_table import PieceTable
+from reshard.geometry.plan import TransferPlan
+from reshard.geometry.tables import Ints, LinkTable, grouped_sums, places_of
+
+
+def compose_balanced(target: ParamAffineMap, source: ParamAffineMap) -> TransferPlan:
+    """Return the plan whose busiest source rank gives least; see :func:`compose`."""
+    held = layers_of(source)[0]
+    parts, place = _classed(target, held)
+    shares, _ = share_out(*_demands(held, parts, place))
+    parts, place, giver = _assigned(held, parts, place, shares)
+    # A part is matched with the pieces of its class at its giver.
+    many = len(held.holders)
+    ranks, _ = places_of(np.concatenate([giver, held.rank]))
+    key = ranks[: len(giver)] * many + place
+    held_key = ranks[len(giver) :] * many + held.place
+    found = matched(parts.link, held.link, key, held_key)
+    return filled(target, source, segments_of(parts, held, found))
+
+
+def balance_of(target: ParamAffineMap, source: ParamAffineMap, plan: TransferPlan) -> Balance:
+    """Return what the source ranks of a plan give, and the least that the busiest could give.
+
+    Parameters
+    ----------
+    target, source
+        The maps that the plan was composed from.
+    plan
+        Any plan between them.
+
+    Raises
+    ------
+    CompositionError
+        When the maps describe tensors of different sizes.
+    """
+    check_sizes(target, source)
+    held = layers_of(source)[0]
+    _, bound = share_out(*_demands(held, *_classed(target, held)))
+    loads = plan.table.numel_by_source()
+    return Balance(tuple(sorted(loads.items())), bound)
+
+
+def _classed(target: ParamAffineMap, held: PieceTable) -> tuple[PieceTable, Ints]:
+    """Cut the target pieces by their sets of source holders: the parts, and the set of each."""
+    table = target.table
+    first = np.array([ranks[0] for ranks in held.holders], np.int64)
+    lowest = held.take(np.flatnonzero(held.rank == first[held.place]))
+    link = lowest.link
+    # Matched with F itself in place of the source shard, so that the parts keep their place in F.
+    itself = LinkTable(link.near, link.near, link.extent, link.near_stride, link.near_stride)
+    found = matched(table.link, itself)
+    cut = table.take(found.first)
+    order = np.lexsort((found.link.near, cut.rank))
+    parts = found.link.turned().normalised().take(order)
+    cut = cut.take(order)
+    return (
+        PieceTable(cut.rank, cut.index, parts, cut.scale, cut.place, cut.holders),
+        lowest.place[found.second[order]],
+    )
+
+
+def _demands(
+    held: PieceTable, parts: PieceTable, place: Ints
+) -> tuple[dict[Locations, int], dict[int, int]]:
+    """Return the elements wanted of each replicated class, and those of single holders."""
+    wanted = {held.holders[one]: n for one, n in grouped_sums(place, parts.link.numel()).items()}
+    fixed = {ranks[0]: n for ranks, n in wanted.items() if len(ranks) == 1}
+    return {ranks: n for ranks, n in wanted.items() if len(ranks) > 1}, fixed
+
+
+def _assigned(
+    held: PieceTable, parts: PieceTable, place: Ints, shares: Shares
+) -> tuple[PieceTable, Ints, Ints]:
+    """Give every part to a holder, cutting those that two holders share."""
+    first = np.array([ranks[0] for ranks in held.holders], np.int64)
+    kept = np.flatnonzero([len(held.holders[one]) == 1 for one in place.tolist()])
+    rows, givers, links = kept.tolist(), first[place[kept]].tolist(), parts.link.take(kept).links()
+    for one, ranks in enumerate(held.holders):
+        mine = np.flatnonzero(place == one)
+        if len(ranks) > 1 and len(mine):
+            quota = list(shares[ranks].items())
+            for row, giver, link in _dealt(mine.tolist(), parts.link.take(mine).links(), quota):
+                rows.append(row)
+                givers.append(giver)
+                links.append(link)
+    at = np.array(rows, np.int64)
+    cut = parts.take(at)
+    table = PieceTable(
+        cut.rank, cut.index, LinkTable.of(links), cut.scale, cut.place, cut.holders
+    )
+    return table, place[at], np.array(givers, np.int64)
+
+
+def _dealt(
+    rows: list[int], links: list[Link], quota: list[tuple[int, int]]
+) -> Iterator[tuple[int, int, Link]]:
+    """Deal links out in order, to each holder as many elements as its quota."""
+    holders = iter(quota)
+    giver, left = next(holders)
+    for row, link in zip(rows, links, strict=True):
+        rest = [link]
+        while rest:
+            block = rest.pop()
+            size = _size(block.dims)
+            if not left:
+                giver, left = next(holders)
+            if size <= left:
+                left -= size
+                yield row, giver, block
+            else:
+                before, after = split_link(block, left)
+                rest += [*reversed(after), *reversed(before)]
+
+
+def _size(dims: tuple[LinkDim, ...]) -> int:
+    size = 1
+    for n, _, _ in dims:
+        size *= n
+    return size
+
+
+def split_link(link: Link, count: int) -> tuple[list[Link], list[Link]]:
+    """Cut a link after its first ``count`` elements, in the order of its index.
+
+    >>> before, after = split_link(Link(0, 0, ((3, 10, 4), (4, 1, 1))), 6)
+    >>> [(part.near, part.dims) for part in before]
+    [(0, ((4, 1, 1),)), (10, ((2, 1, 1),))]
+    >>> [(part.near, part.dims) for part in after]
+    [(12, ((2, 1, 1),)), (20, ((4, 1, 1),))]
+    """
+    if not count:
+        return [], [link]
+    if not link.dims:
+        return [link], []
+    near, far, ((n, s, f), *inner) = link
+    rows, rest = divmod(count, _size(tuple(inner)))
+    before = _rows(link, 0, rows)
+    after = _rows(link, rows + (rest > 0), n)
+    if rest:
+        row = Link(near + rows * s, far + rows * f, tuple(inner))
+        inner_before, inner_after = split_link(row, rest)
+        return before + inner_before, inner_after + after
+    return before, after
+
+
+def _rows(link: Link, first: int, stop: int) -> list[Link]:
+    """Return some steps of the outermost dimension of a link."""
+    near, far, ((_, s, f), *inner) = link
+    if first >= stop:
+        return []
+    dims = ((stop - first, s, f), *inner) if stop - first > 1 else tuple(inner)
+    return [Link(near + first * s, far + first * f, dims)]

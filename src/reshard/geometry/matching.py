@@ -1,0 +1,132 @@
+"""Matching: all blocks that two sets of links share in their near space.
+
+Theory. Few links are matched pair by pair with :func:`reshard.geometry.links.meet`. Many are read
+in a grid, where almost all of them are boxes; overlapping pairs of boxes come from one join
+(:mod:`reshard.geometry.joins`), and a pair's common block is a comparison of bounds. Links that
+are irregular in the grid (steps without a common measure, diagonals) are met pair by pair with
+those whose spans they touch. Both ways are exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.geometry.grid import BoxTable, Grid
+from reshard.geometry.joins import overlapping_pairs
+from reshard.geometry.links import Link, make_link, meet
+from reshard.geometry.tables import Ints, LinkTable, concatenated
+
+FEW_PAIRS = 48
+"""Up to so many pairs are matched one by one."""
+
+
+class Matches(NamedTuple):
+    """Blocks that pairs of links share.
+
+    Parameters
+    ----------
+    link
+        Each block seen from the far sides: near is the far space of the first link, far that of
+        the second.
+    first, second
+        The rows of the two tables that it is of.
+    """
+
+    link: LinkTable
+    first: Ints
+    second: Ints
+
+    def take(self, index: Ints) -> Matches:
+        """Return some of the blocks."""
+        return Matches(self.link.take(index), self.first[index], self.second[index])
+
+
+def matched(
+    first: LinkTable, second: LinkTable, first_key: Ints | None = None,
+    second_key: Ints | None = None,
+) -> Matches:
+    """Return every block that a link of ``first`` and one of ``second`` share.
+
+    Parameters
+    ----------
+    first, second
+        Links in normal form, none empty. Repetitions (near stride 0) of the first are kept,
+        those of the second are met once.
+    first_key, second_key
+        Only links of equal key are matched.
+    """
+    if len(first) * len(second) <= FEW_PAIRS:
+        i, j = _touching(first, second, first_key, second_key)
+        return _met(first, second, i, j)
+    grid = Grid.of([first, second])
+    a, a_odd = grid.regular_boxes(first)
+    b, b_odd = grid.regular_boxes(second)
+    keys = (None, None) if first_key is None else (first_key[a.row], second_key[b.row])
+    i, j = overlapping_pairs(a.lo, a.hi, b.lo, b.hi, *keys)
+    found = [_shared(first, a, b, i, j)]
+    if len(a_odd) or len(b_odd):
+        i, j = _touching(first, second, first_key, second_key)
+        odd = np.isin(i, a_odd) | np.isin(j, b_odd)
+        found.append(_met(first, second, i[odd], j[odd]))
+    return Matches(
+        concatenated([part.link for part in found]),
+        np.concatenate([part.first for part in found]),
+        np.concatenate([part.second for part in found]),
+    )
+
+
+def _touching(
+    first: LinkTable, second: LinkTable, first_key: Ints | None, second_key: Ints | None
+) -> tuple[Ints, Ints]:
+    """Return the pairs whose spans in the near space overlap."""
+    return overlapping_pairs(
+        first.near[:, None],
+        first.near_stop()[:, None],
+        second.near[:, None],
+        second.near_stop()[:, None],
+        first_key,
+        second_key,
+    )
+
+
+def _shared(first: LinkTable, a: BoxTable, b: BoxTable, i: Ints, j: Ints) -> Matches:
+    """Return the common blocks of pairs of boxes."""
+    lo = np.maximum(a.lo[i], b.lo[j])
+    extent = np.minimum(a.hi[i], b.hi[j]) - lo
+    link = LinkTable(
+        a.far_at(i, lo), b.far_at(j, lo), extent, a.far_stride[i], b.far_stride[j]
+    )
+    row = a.row[i]
+    still = (first.extent > 1) & (first.near_stride == 0)
+    columns = np.flatnonzero(still.any(axis=0))
+    if len(columns):
+        repeats = np.where(still, first.extent, 1)[row][:, columns]
+        steps = first.far_stride[row][:, columns]
+        link = LinkTable(
+            link.near,
+            link.far,
+            np.concatenate([link.extent, repeats], axis=1),
+            np.concatenate([link.near_stride, steps], axis=1),
+            np.concatenate([link.far_stride, np.zeros_like(steps)], axis=1),
+        )
+    return Matches(link, row, b.row[j])
+
+
+def _met(first: LinkTable, second: LinkTable, i: Ints, j: Ints) -> Matches:
+    """Return the common blocks of pairs of links, one pair after the other."""
+    firsts, seconds = first.links(), second.links()
+    # What a link repeats in the near space is met once on the second side.
+    seconds = [Link(near, far, tuple([d for d in dims if d[1]])) for near, far, dims in seconds]
+    links, of_first, of_second = [], [], []
+    for p, q in zip(i.tolist(), j.tolist(), strict=True):
+        for part in meet(firsts[p], seconds[q]):
+            links.append(
+                make_link(part.first, part.second, [(n, f, g) for n, _, f, g in part.dims])
+            )
+            of_first.append(p)
+            of_second.append(q)
+    return Matches(
+        LinkTable.of(links), np.array(of_first, np.int64), np.array(of_second, np.int64)
+    )

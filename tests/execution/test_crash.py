@@ -1,0 +1,227 @@
+"""Crashes: killed at any moment, output is absent, old, or whole, and resume finishes it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from reshard.execution import check_manifest, execute, staging_path
+from reshard.execution.buffers import MIB
+from reshard.execution.journal import read_journal
+from tests.execution.raw import tree
+from tests.execution.victim import STAGES, TENSORS, Order, Outcome, Server, job_of
+
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Two servers, and the output of a run that nothing happened to."""
+
+    server: Server
+    second: Server
+    whole: dict[str, bytes]
+    names: list[str]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = job_of(folder / "in")
+    execute(job, folder / "out", workers=2, max_memory=MIB)
+    server, second = Server(folder / "in"), Server(folder / "in")
+    yield Bench(server, second, tree(folder / "out"), [file.path for file in job.files])
+    server.close()
+    second.close()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def finished(out: Path) -> int:
+    """Tensors that the journal of an interrupted run says are finished."""
+    found = read_journal(staging_path(out) / "journal")
+    return len(found.records.slots) if found else 0
+
+
+def check_resume(bench: Bench, out: Path) -> None:
+    """Resume, compare with the undisturbed output, and see that nothing finished was redone."""
+    known = finished(out)
+    found = read_journal(staging_path(out) / "journal")
+    kept = {bench.names[number] for number in found.records.files} if found else set()
+    data = staging_path(out) / "data"
+    before = {name: (data / name).stat().st_mtime_ns for name in kept if data.exists()}
+    result = bench.server.run(Order(str(out), resume=True))
+    assert result == Outcome(0, f"tensors {TENSORS} kept {known}")
+    assert tree(out) == bench.whole
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert (out.parent / "latest").read_text() == "out"
+    assert not staging_path(out).exists()
+
+
+class TestKilled:
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_at_a_stage(self, out: Path, bench: Bench, stage: str) -> None:
+        assert bench.server.run(Order(str(out), at=stage)).code == KILLED
+        reached = STAGES.index(stage)
+        if reached < STAGES.index("renamed"):
+            assert not out.exists()
+        else:
+            assert tree(out) == bench.whole
+            assert check_manifest(out, workers=1, max_memory=MIB) == ()
+        if reached < STAGES.index("pointed"):
+            assert not (out.parent / "latest").exists()
+        check_resume(bench, out)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_while_it_replaces_an_old_result(self, out: Path, bench: Bench, stage: str) -> None:
+        out.mkdir()
+        (out / "old").write_text("old")
+        order = Order(str(out), overwrite=True)
+        assert bench.server.run(replace(order, at=stage)).code == KILLED
+        after = STAGES.index(stage) >= STAGES.index("renamed")
+        assert tree(out) == (bench.whole if after else {"old": b"old"})
+        assert bench.server.run(replace(order, resume=True)).code == 0
+        assert tree(out) == bench.whole
+        assert not staging_path(out).exists()
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_at_a_random_moment(self, out: Path, bench: Bench, seed: int) -> None:
+        moment = random.Random(seed).uniform(0, 30)
+        assert bench.server.run(Order(str(out), after=moment)).code in (0, KILLED)
+        if out.exists():
+            assert tree(out) == bench.whole
+        if staging_path(out).exists():
+            check_resume(bench, out)
+        assert tree(out) == bench.whole
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_again_and_again(self, out: Path, bench: Bench, seed: int) -> None:
+        counts = []
+        moments = random.Random(seed)
+        for _ in range(6):
+            bench.server.run(Order(str(out), after=moments.uniform(1, 12), resume=True))
+            if out.exists():
+                break
+            counts.append(finished(out))
+        assert counts == sorted(counts)
+        if not out.exists():
+            check_resume(bench, out)
+        assert tree(out) == bench.whole
+
+
+class TestResume:
+    def test_left_over_work_is_not_thrown_away_unasked(self, out: Path, bench: Bench) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        refused = bench.server.run(Order(str(out)))
+        assert refused.code == 2
+        assert "an interrupted run has left finished work" in refused.text
+        assert "24 finished tensors; next: continue it with --resume" in refused.text
+        discarded = bench.server.run(Order(str(out), overwrite=True))
+        assert discarded == Outcome(0, "tensors 24 kept 0")
+        assert tree(out) == bench.whole
+
+    def test_bytes_lost_after_the_crash_are_made_again(self, out: Path, bench: Bench) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        data = staging_path(out) / "data"
+        lost = data / "columns1" / "fp32.0.bin"
+        lost.write_bytes(b"\0" * lost.stat().st_size)
+        (data / "rows2" / "exp_avg.0.bin").unlink()
+        changed = data / "norm0" / "fp32.0.bin"
+        changed.write_bytes(b"X" + changed.read_bytes()[1:])
+        longer = data / "norm1" / "fp32.0.bin"
+        longer.write_bytes(longer.read_bytes() + b"more")
+        result = bench.server.run(Order(str(out), resume=True))
+        assert result == Outcome(0, "tensors 24 kept 22")
+        assert tree(out) == bench.whole
+
+    @pytest.mark.parametrize("cap", [64 * 1024, 64 * MIB])
+    def test_another_cap_may_finish_it(self, out: Path, bench: Bench, cap: int) -> None:
+        bench.server.run(Order(str(out), after=6))
+        if not out.exists():
+            assert bench.server.run(Order(str(out), resume=True, cap=cap)).code == 0
+        assert tree(out) == bench.whole
+
+    def test_a_journal_cut_off_in_a_line_counts_up_to_it(self, out: Path, bench: Bench) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        journal = staging_path(out) / "journal"
+        data = journal.read_bytes()
+        counts = []
+        for size in (len(data) - 1, len(data) // 2, 20):
+            journal.write_bytes(data[:size])
+            counts.append(finished(out))
+        assert counts[0] == 24 > counts[1] > counts[2] == 0
+        assert bench.server.run(Order(str(out), resume=True)).code == 2
+        journal.write_bytes(data[: len(data) // 2])
+        check_resume(bench, out)
+
+    @pytest.mark.parametrize("line", ['["reshard-journal-1","other","other"]', '["v2"]', "junk"])
+    def test_the_work_of_another_run_is_not_continued(
+        self, out: Path, bench: Bench, line: str
+    ) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        journal = staging_path(out) / "journal"
+        journal.write_text("\n".join([line, *journal.read_text().split("\n")[1:]]))
+        refused = bench.server.run(Order(str(out), resume=True))
+        assert refused.code == 2
+        assert "OutputError" in refused.text
+        assert "--overwrite" in refused.text
+
+    def test_without_anything_to_resume_it_begins(self, out: Path, bench: Bench) -> None:
+        assert bench.server.run(Order(str(out), resume=True)).code == 0
+        assert tree(out) == bench.whole
+
+
+class TestLock:
+    def _waiting(self, bench: Bench, out: Path) -> int:
+        bench.second.start(Order(str(out), wait=True))
+        while not Path(f"{out}.waiting").exists():
+            time.sleep(0.01)
+        return int(Path(f"{out}.pid").read_text())
+
+    def test_a_second_run_is_kept_out_and_a_dead_one_is_not(self, out: Path, bench: Bench) -> None:
+        first = self._waiting(bench, out)
+        for words in (
+            Order(str(out)),
+            Order(str(out), resume=True),
+            Order(str(out), overwrite=True),
+        ):
+            refused = bench.server.run(words)
+            assert refused.code == 2
+            assert "another process is writing this output" in refused.text
+        os.kill(first, signal.SIGKILL)
+        assert bench.second.outcome().code == KILLED
+        assert bench.server.run(Order(str(out))).code == 0
+        assert tree(out) == bench.whole
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_leaves_nothing_like_a_result(
+        self, out: Path, bench: Bench, number: signal.Signals
+    ) -> None:
+        os.kill(self._waiting(bench, out), number)
+        assert bench.second.outcome().code != 0
+        assert not out.exists()
+        assert bench.server.run(Order(str(out))).code == 0
+        assert tree(out) == bench.whole
+
+    def test_a_stranger_s_folder_is_not_touched(self, out: Path, bench: Bench) -> None:
+        staging_path(out).mkdir()
+        (staging_path(out) / "thesis.txt").write_text("mine")
+        for words in (
+            Order(str(out)),
+            Order(str(out), resume=True),
+            Order(str(out), overwrite=True),
+        ):
+            refused = bench.server.run(words)
+            assert refused.code == 2
+            assert "holds something else" in refused.text
+        assert (staging_path(out) / "thesis.txt").read_text() == "mine"

@@ -1,0 +1,1 @@
+"""The writer of native DeepSpeed checkpoints, without DeepSpeed."""

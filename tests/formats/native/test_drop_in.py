@@ -1,0 +1,83 @@
+"""A trainer's whole folder is made for the target."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import UsageError
+from reshard.formats.deepspeed.writing import NativeOptions
+from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
+from reshard.formats.registry import open_checkpoint
+from reshard.formats.target import Target
+from tests.formats.native.sources import compared, run
+from tests.truth import case_named
+
+CARRIED = {
+    "trainer_state.json": b'{"global_step": 3}',
+    "scheduler.pt": b"any bytes",
+    "empty.txt": b"",
+    "adapter/adapter_config.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 9000,
+}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs/checkpoint-3"
+    shutil.copytree(case_named("golden/odd_z1_dp2_fp32").path, folder)
+    for name, data in {**CARRIED, "rng_state_0.pth": b"0", "rng_state_1.pth": b"1"}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    shutil.copytree(folder / "step3", folder / "step2")
+    return folder
+
+
+def drop_in(trainer: Path, out: Path, **options: Any) -> Target:
+    source, target = lay_out_drop_in(open_checkpoint(trainer), NativeOptions(**options))
+    run(source, target, out)
+    return target
+
+
+def test_the_folder_is_whole_and_leads_to_the_checkpoint(trainer: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new/checkpoint-3"
+    target = drop_in(trainer, out, stage=3, dp=3)
+    assert {name: (out / name).read_bytes() for name in CARRIED} == CARRIED
+    assert (out / "latest").read_text() == "step3"
+    assert compared(trainer, out).equal
+    assert not list(out.glob("rng_state*"))
+    assert not (out / "step2").exists()
+    assert list(out.parent.iterdir()) == [out]
+    assert any("rng_state_0.pth, rng_state_1.pth" in note for note in target.notes)
+
+
+def test_states_of_single_ranks_are_carried_to_the_same_ranks(
+    trainer: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new"
+    drop_in(trainer, out, stage=2, dp=2)
+    assert [(out / f"rng_state_{rank}.pth").read_bytes() for rank in (0, 1)] == [b"0", b"1"]
+
+
+def test_a_drop_in_can_be_dropped_in_again(trainer: Path, tmp_path: Path) -> None:
+    drop_in(trainer, tmp_path / "one", stage=3, dp=3)
+    drop_in(tmp_path / "one", tmp_path / "two", stage=1, dp=1)
+    assert compared(trainer, tmp_path / "two").equal
+    assert (tmp_path / "two/scheduler.pt").read_bytes() == b"any bytes"
+
+
+def test_heads_are_taken_from_the_trainers_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(case_named("golden/llama_z1_tp2dp2_fp32").path, folder)
+    (folder / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
+    drop_in(folder, tmp_path / "out", stage=1, dp=1, tp=4)
+    assert compared(folder, tmp_path / "out").equal
+
+
+def test_a_folder_without_its_pointer_is_no_trainers(trainer: Path) -> None:
+    (trainer / "latest").unlink()
+    with pytest.raises(UsageError, match="leave out --drop-in"):
+        lay_out_drop_in(open_checkpoint(trainer / "step3"), NativeOptions(stage=1, dp=1))

@@ -1,0 +1,99 @@
+"""A conversion to the topology that a checkpoint already has gives back DeepSpeed's own files.
+
+Compared is everything that is in the files: every key, every tensor to the last bit, paddings,
+places, records. The differences that are meant: ZeRO-3 leaves whatever was in memory in the padding
+behind each parameter, where reshard writes zeros; the parallel dimensions are always stated;
+gradient clipping is kept under ZeRO-3 too, where DeepSpeed's loader ignores it; and places are
+right under `round_robin_gradients`, where DeepSpeed's are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.formats.native.sources import content, converted
+from tests.truth import Case, by_name, case_named
+
+NAMES = [
+    "odd_z1_dp2_fp32",
+    "odd_z1_dp2_unused",
+    "odd_z1_dp2_sgdm",
+    "odd_z2_dp2_bf16",
+    "odd_z2_dp2_round_robin",
+    "odd_z3_dp2_one_group",
+    "odd_z3_dp2_sub_groups",
+    "odd_z3_dp2_offload",
+    "odd_z3_dp4_bf16",
+    "odd_z3_dp2_sgdm",
+    "llama_z1_tp2dp2_fp32",
+    "llama_z2_tp2dp2_bf16",
+    "llama_z3_tp2dp2_fp32",
+    "llama_z1_tp2_uneven",
+    "llama_z1_tp4_empty_shards",
+    "llama_z1_tp2_tied_bias",
+    "llama_z1_tp2_frozen",
+    "llama_z3_tp2dp2_frozen",
+]
+CASES = by_name(case_named(f"golden/{name}") for name in NAMES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_deepspeeds_own(case: Case, tmp_path: Path) -> None:
+    dp = case.topology["world"] // case.tp
+    out = converted(case.path, tmp_path, stage=case.stage, dp=dp, tp=case.tp) / "step3"
+    names = sorted(path.name for path in case.tag_path.glob("*.pt"))
+    assert sorted(path.name for path in out.glob("*.pt")) == names
+    assert (out.parent / "latest").read_text() == "step3"
+    for name in names:
+        theirs, mine = (comparable(folder, name, dp) for folder in (case.tag_path, out))
+        if "round_robin" in case.name and "optimizer_state_dict" in mine:
+            places = [
+                file["optimizer_state_dict"].pop("param_slice_mappings") for file in (mine, theirs)
+            ]
+            assert places[0] != places[1]
+        assert mine == theirs, name
+
+
+def comparable(folder: Path, name: str, dp: int) -> dict[str, Any]:
+    """One file, without the differences that are meant."""
+    file: dict[str, Any] = content(folder / name)
+    file.pop("checkpoint_parallel_dimensions", None)
+    if name.startswith("mp_rank") or "zero_pp_rank" not in name:
+        return file
+    rank = int(name.partition("zero_pp_rank_")[2].partition("_")[0])
+    body = file.get("optimizer_state_dict", {})
+    if "fp32_flat_groups" in body:
+        body.pop("clip_grad", None)
+        model = name.replace("bf16_", "").replace("optim_states", "model_states")
+        shapes = content(folder / model)["param_shapes"]
+        groups = [list(group.values()) for group in shapes]
+        flats = zip(body["fp32_flat_groups"], groups, strict=True)
+        body["fp32_flat_groups"] = [unpadded(flat, group, rank, dp) for flat, group in flats]
+        for number, states in body["optimizer_state_dict"]["state"].items():
+            for key, value in states.items():
+                if key != "step":
+                    states[key] = unpadded(value, groups[number], rank, dp)
+    fragments = file.get("frozen_param_fragments") or {}
+    for key, flat in fragments.items():
+        fragments[key] = unpadded(flat, [file["frozen_param_shapes"][key]], rank, dp)
+    return file
+
+
+def unpadded(flat: Any, shapes: list[list[int]], rank: int, dp: int) -> list[bytes]:
+    """The elements of one rank's blocks that are parameters'."""
+    dtype, _, raw = flat
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    values = np.frombuffer(raw, f"u{size}")
+    parts, at = [], 0
+    for shape in shapes:
+        numel = math.prod(shape)
+        block = -(-numel // dp)
+        valid = max(0, min(block, numel - rank * block))
+        parts.append(values[at : at + valid].tobytes())
+        at += block
+    return parts

@@ -1,0 +1,123 @@
+"""Real checkpoints with experts: every state equals what the live engines held.
+
+Every expert checkpoint beside the repository, of every DeepSpeed version there is. Experts of
+native DeepSpeed MoE have their global number; the truth has them EP rank by EP rank, under the
+number local to the rank, so the global one is worked out here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CheckpointError, UnsupportedError
+from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
+from tests.truth import Case, States, by_name, case_named, with_experts
+
+MARK = ".deepspeed_experts."
+
+
+def truth_of(case: Case) -> States:
+    """Return what the engines held, every expert under its global name."""
+    full = case.truth().full
+    if case.model != "native_moe":
+        return full
+    whole = {name: states for name, states in full.items() if MARK not in name}
+    kept = torch.load(case.folder / "truth.pt", weights_only=True)
+    for (_, _, ep_rank), held in kept["shards"].items():
+        local = {name for name in held if MARK in name}
+        count = 1 + max(int(name.split(MARK)[1].split(".")[0]) for name in local)
+        for name in local:
+            head, rest = name.split(MARK)
+            number, suffix = rest.split(".", 1)
+            whole[f"{head}{MARK}{ep_rank * count + int(number)}.{suffix}"] = held[name]
+    return whole
+
+
+@pytest.mark.parametrize("case", by_name(with_experts()))
+def test_every_state_is_bit_equal(case: Case) -> None:
+    checkpoint = opened(case.tag_path)
+    truth = truth_of(case)
+    assert wrong_states(checkpoint, truth) == []
+    trained = {name for name, state in checkpoint.tensors if state != "fp32"}
+    assert trained == set(truth)
+    assert {float(scalar.value) for scalar in checkpoint.scalars.values()} == case.truth().steps
+    assert checkpoint.topology.ep == 2
+
+
+@pytest.mark.parametrize("case", by_name(with_experts()))
+def test_the_universal_folder_is_the_same_checkpoint(case: Case, tmp_path: Path) -> None:
+    reshard.convert(case.path, tmp_path / "universal", fsync=False)
+    assert reshard.verify(case.path, tmp_path / "universal").equal
+
+
+@pytest.mark.parametrize("name", ["mixtral_ep2_z1_fp32", "mixtral_ep2tp2_z3_fp32"])
+def test_fused_experts_are_written_as_deepspeed_writes_them(name: str, tmp_path: Path) -> None:
+    case = case_named(f"0.19.8/{name}")
+    reshard.convert(case.path, tmp_path / "universal", fsync=False)
+    file = tmp_path / "universal" / "zero" / "model.layers.1.mlp.experts.w2" / "exp_avg_sq.pt"
+    kept = torch.load(file, weights_only=True)
+    assert list(kept) == ["param", "cat_dim", "is_expert_param", "ep_num_experts"]
+    assert kept["param"].shape == (4, 16, 24)
+    assert (kept["cat_dim"], kept["is_expert_param"], kept["ep_num_experts"]) == (0, True, 4)
+
+
+def test_the_router_is_there_once(tmp_path: Path) -> None:
+    """Its other name is an alias, which no file says."""
+    case = case_named("0.19.8/mixtral_ep2_z3_fp32")
+    checkpoint = opened(case.tag_path)
+    alias, owner = "model.layers.0.mlp.gate.gate.weight", "model.layers.0.mlp.router.gate.weight"
+    assert checkpoint.aliases[alias] == owner
+    assert alias not in checkpoint.names
+
+
+def test_a_second_router_of_other_values_is_no_alias(tmp_path: Path) -> None:
+    case = case_named("0.19.8/mixtral_ep2_z1_fp32")
+    folder = tmp_path / "step3"
+    shutil.copytree(case.tag_path, folder)
+    name = "model.layers.0.mlp.gate.gate.weight"
+    rewrite(folder, "mp_rank_*", lambda model: model["module"][name].add_(1))
+    checkpoint = opened(folder)
+    assert name not in checkpoint.aliases
+    assert name in checkpoint.names
+
+
+@pytest.fixture
+def folded(tmp_path: Path) -> Path:
+    """AutoEP and AutoTP together: the EP group runs across the tensor ranks."""
+    case = case_named("0.19.8/mixtral_ep2tp2_z1_fp32")
+    shutil.copytree(case.tag_path, tmp_path / "step3")
+    return tmp_path / "step3"
+
+
+def folding(**values: object) -> Any:
+    return lambda kept: kept["folding"].update(values)
+
+
+def test_experts_cut_by_tensor_parallelism_are_not_implemented(folded: Path) -> None:
+    rewrite(folded, "*_optim_states.pt", folding(etp_size=2))
+    with pytest.raises(NotImplementedError, match=r"etp_size.*zero_pp_rank_0_mp_rank_00"):
+        opened(folded)
+
+
+def test_folded_experts_without_folding_metadata_are_not_implemented(folded: Path) -> None:
+    rewrite(folded, "zero_pp_rank_1_mp_rank_01_*", lambda kept: kept.pop("folding"))
+    with pytest.raises(UnsupportedError, match=r"zero_pp_rank_1_mp_rank_01.*found no folding"):
+        opened(folded)
+
+
+def test_folding_that_puts_two_ranks_in_one_place_is_refused(folded: Path) -> None:
+    rewrite(folded, "zero_pp_rank_0_mp_rank_01_*", folding(ep_rank=0))
+    with pytest.raises(CheckpointError, match="2 ranks hold partition 0 of the experts of EP rank"):
+        opened(folded)
+
+
+def test_folding_of_another_rank_is_refused(folded: Path) -> None:
+    rewrite(folded, "zero_pp_rank_0_mp_rank_01_*", folding(tp_rank=0))
+    with pytest.raises(CheckpointError, match="the folding metadata contradicts the rank"):
+        opened(folded)
