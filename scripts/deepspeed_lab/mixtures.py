@@ -74,7 +74,8 @@ class NativeMixture(nn.Module):
         y, second, _ = self.second(x)
         logits = self.head(x + y).float().view(-1, VOCAB)
         loss = functional.cross_entropy(logits, labels.view(-1))
-        return loss + 0.01 * (first + second)
+        total: torch.Tensor = loss + 0.01 * (first + second)
+        return total
 
 
 def _mixtral() -> nn.Module:

@@ -62,6 +62,16 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
+def _copied(x: torch.Tensor, group: Any) -> torch.Tensor:
+    copied: torch.Tensor = _Copy.apply(x, group) if group else x  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    total: torch.Tensor = _Sum.apply(x, group) if group else x  # type: ignore[no-untyped-call]
+    return total
+
+
 class Embed(nn.Module):
     """The embedding, which is the head as well."""
 
@@ -70,7 +80,8 @@ class Embed(nn.Module):
         self.table = nn.Embedding(VOCAB, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        return self.table(x)
+        embedded: torch.Tensor = self.table(x)
+        return embedded
 
 
 class Block(nn.Module):
@@ -91,9 +102,9 @@ class Block(nn.Module):
             self.down.weight = _cut(self.down.weight.chunk(tp, 1)[part])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        hidden = _Copy.apply(self.norm(x), self.group) if self.group else self.norm(x)
+        hidden = _copied(self.norm(x), self.group)
         part = functional.linear(functional.gelu(self.up(hidden)), self.down.weight)
-        total = _Sum.apply(part, self.group) if self.group else part
+        total = _summed(part, self.group)
         return x + (total + self.down.bias) * self.gain + self.get_buffer("shift")
 
 

@@ -19,6 +19,9 @@ class PipeRecipe:
         """Number of processes."""
         return self.pp * self.tp * self.dp
 
+    def __str__(self) -> str:
+        return f"pp{self.pp} tp{self.tp} dp{self.dp}"
+
 
 @dataclass(frozen=True, slots=True)
 class MixRecipe:
@@ -52,3 +55,6 @@ class MixRecipe:
     def dp(self) -> int:
         """The data-parallel degree."""
         return self.world // self.tp
+
+    def __str__(self) -> str:
+        return f"ep{self.ep} dp{self.dp} zero{self.stage}"

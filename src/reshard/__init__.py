@@ -35,6 +35,7 @@ from reshard.errors import (
 
 if TYPE_CHECKING:
     from reshard.api import convert, open_checkpoint, verify
+    from reshard.formats.deepspeed.info_entry import deepspeed_info
     from reshard.geometry import AffinePiece, ParamAffineMap, TransferPlan, compose, trace_map
     from reshard.layouts.builders import (
         block_gather_map,
@@ -58,6 +59,7 @@ _HOMES = {
     "segmented_map": "reshard.layouts.builders",
     "sub_param_map": "reshard.layouts.builders",
     "expert_map": "reshard.layouts.experts",
+    "deepspeed_info": "reshard.formats.deepspeed.info_entry",
     "trace_map": "reshard.geometry",
     "open_checkpoint": "reshard.api",
     "convert": "reshard.api",
@@ -90,6 +92,7 @@ __all__ = [
     "compose",
     "contiguous_split_map",
     "convert",
+    "deepspeed_info",
     "expert_map",
     "open_checkpoint",
     "replicated_map",

@@ -5,7 +5,7 @@ seed, so nothing is right by luck: every state, every frozen parameter and every
 holds after ``load_checkpoint`` must be bit-equal to the truth, parameter groups and counters too.
 Then it trains on, and its losses must be those of the uninterrupted run: exactly on the same
 topology, else within the noise of re-ordering. How large that is DeepSpeed says itself: it trains
-the same run from the start on the other topology (:func:`noise`).
+the same run from the start on the other topology (:func:`trained_anew`).
 
 A dozen and a half of cells run always, the whole matrix with ``RESHARD_MATRIX=1``
 (``make test-matrix``).
@@ -34,7 +34,7 @@ Cell: TypeAlias = dict[str, Any]
 
 OTHER_SEED = 7
 STAGES, DEGREES = (0, 1, 2, 3), (1, 2, 3, 4)
-LEAST_NOISE = 2e-6
+LEAST_NOISE = 5e-6
 """Losses are around 5 to 12; a unit in the last place of them is about 1e-6 in fp32."""
 
 ALWAYS: dict[str, list[Cell]] = {
@@ -124,18 +124,18 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def noise(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function: how far apart DeepSpeed's own runs on two topologies are."""
+def trained_anew(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function: the losses of steps 3 to 5 when DeepSpeed trains from the start."""
 
     @functools.cache
-    def measured(name: str, stage: int, dp: int, tp: int) -> float:
-        case = case_named(name)
-        recipe = recipe_for(case, {"stage": stage, "dp": dp, "tp": tp})
-        folder = tmp_path_factory.mktemp("noise")
+    def losses(name: str, stage: int, dp: int, tp: int) -> list[float]:
+        recipe = recipe_for(case_named(name), {"stage": stage, "dp": dp, "tp": tp})
+        folder = tmp_path_factory.mktemp("anew")
         trained = judge.lab.run("train", recipe, folder, SEED, world=recipe.world)
-        return spread(trained.next_losses, case.topology["next_losses"])
+        found: list[float] = trained.next_losses
+        return found
 
-    return measured
+    return losses
 
 
 def recipe_for(case: Case, cell: Cell) -> Any:
@@ -158,7 +158,7 @@ def is_home(case: Case, cell: Cell) -> bool:
 
 @pytest.mark.parametrize(("name", "cell"), list(cells()))
 def test_deepspeed_loads_it_and_goes_on(
-    judge: Judge, converted: Converted, noise: Any, tmp_path: Path, name: str, cell: Cell
+    judge: Judge, converted: Converted, trained_anew: Any, tmp_path: Path, name: str, cell: Cell
 ) -> None:
     case = case_named(name)
     truth = case.truth()
@@ -176,14 +176,14 @@ def test_deepspeed_loads_it_and_goes_on(
     assert resumed.client_state == {"iteration": 3}
     if truth.param_groups:
         assert resumed.held.groups == truth.param_groups
-    if cell["dp"] == 3:
-        # Four rows do not divide by three: the losses are those of DeepSpeed's own resume there.
-        own = judge.resume(case, converted(case), f"{case.tag}_universal", world=3, tp=1, stage=1)
-        assert resumed.losses == pytest.approx(own.losses, abs=1e-5, rel=0)
-        return
-    apart = spread(resumed.losses, case.topology["next_losses"])
     if is_home(case, cell):
-        assert apart == 0.0
-    else:
-        limit = noise(name, cell["stage"], cell["dp"], cell.get("tp", 1))
-        assert apart <= max(LEAST_NOISE, 3 * limit)
+        assert resumed.losses == case.topology["next_losses"]
+        return
+    anew = functools.partial(trained_anew, name)
+    expected, origin = case.topology["next_losses"], case.topology["next_losses"]
+    if cell["dp"] == 3:
+        # Four rows do not divide by three, so the run is another: DeepSpeed's own resume there.
+        own = judge.resume(case, converted(case), f"{case.tag}_universal", world=3, tp=1, stage=1)
+        expected, origin = own.losses, anew(1, 3, 1)
+    limit = spread(anew(cell["stage"], cell["dp"], cell.get("tp", 1)), origin)
+    assert spread(resumed.losses, expected) <= max(LEAST_NOISE, 3 * limit)

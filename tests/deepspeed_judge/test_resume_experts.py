@@ -7,6 +7,7 @@ folded, and native experts over several ranks, are sources that DeepSpeed's own 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import reshard
+from reshard.errors import MissingFileError
 from scripts.deepspeed_lab.results import Mixed
 from scripts.deepspeed_lab.topologies import MixRecipe
-from tests.deepspeed_judge.judge import SEED, TAG, Judge, differences
+from tests.deepspeed_judge.judge import SEED, TAG, Judge, differences, read_universal
 
 pytestmark = pytest.mark.deepspeed
 
@@ -31,6 +33,8 @@ SOURCES: dict[str, MixRecipe] = {
     "ep2 folded tp2": MixRecipe(world=4, ep=2, tp=2),
     "ep2 folded tp2 zero3": MixRecipe(world=4, ep=2, tp=2, stage=3),
     "native ep2 dp4": MixRecipe(world=4, ep=2, native=True),
+    "ep2 zero0": MixRecipe(world=2, ep=2, stage=0),
+    "native ep2 zero0": MixRecipe(world=2, ep=2, stage=0, native=True),
 }
 
 PAIRS: list[tuple[str, MixRecipe]] = [
@@ -43,6 +47,8 @@ PAIRS: list[tuple[str, MixRecipe]] = [
     ("ep2 folded tp2", MixRecipe(world=4, ep=4)),
     ("ep2 folded tp2 zero3", MixRecipe(world=2, ep=2, stage=2)),
     ("native ep2 dp4", MixRecipe(world=2, ep=1, native=True)),
+    ("ep2 zero0", MixRecipe(world=2, ep=1)),
+    ("native ep2 zero0", MixRecipe(world=2, ep=1, native=True)),
 ]
 
 
@@ -72,9 +78,9 @@ def resumed(
     recipe: MixRecipe,
     folder: Path,
     save: Path | None = None,
-    **options: bool,
+    options: dict[str, bool] | None = None,
 ) -> Mixed:
-    arguments = (recipe, folder, None, SEED + 1, options, save)
+    arguments = (recipe, folder, None, SEED + 1, options or {}, save)
     mixed: Mixed = judge.lab.run("resume_mixture", *arguments, world=recipe.world)
     return mixed
 
@@ -125,5 +131,34 @@ def test_weights_alone_can_be_loaded(
     options: dict[str, bool], judge: Judge, trained: Callable[[str], Run]
 ) -> None:
     before, folder = trained("ep2")
-    after = resumed(judge, MixRecipe(world=2, ep=1, stage=3), folder, **options)
+    after = resumed(judge, MixRecipe(world=2, ep=1, stage=3), folder, options=options)
     assert [n for n, w in before.weights.items() if not torch.equal(w, after.weights[n])] == []
+
+
+def test_without_optimizer_files_of_experts_their_weights_are_delivered(
+    trained: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """The tutorial's best effort, word for word: ``expp_rank_*`` files are written without ZeRO."""
+    before, folder = trained("ep2 zero0")
+    shutil.copytree(folder.parent / TAG, tmp_path / TAG)
+    for file in (tmp_path / TAG).glob("expp_rank_*"):
+        file.unlink()
+    reshard.convert(tmp_path / TAG, tmp_path / "universal", fsync=False)
+    found = read_universal(tmp_path / "universal")
+    expected = {
+        name: {"fp32": states["fp32"]} if ".experts." in name else states
+        for name, states in before.full.items()
+    }
+    assert differences(expected, found) == []
+    problems = [str(one) for one in reshard.open_checkpoint(tmp_path / TAG).problems]
+    assert any("absent (exp_avg, exp_avg_sq, step)" in one for one in problems)
+
+
+def test_one_missing_optimizer_file_of_an_ep_rank_is_named(
+    trained: Callable[[str], Run], tmp_path: Path
+) -> None:
+    _, folder = trained("ep2 zero0")
+    shutil.copytree(folder.parent / TAG, tmp_path / TAG)
+    (tmp_path / TAG / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(MissingFileError, match="expp_rank_1"):
+        reshard.open_checkpoint(tmp_path / TAG)

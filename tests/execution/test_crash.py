@@ -94,6 +94,27 @@ class TestKilled:
         assert tree(out) == bench.whole
         assert not staging_path(out).exists()
 
+    @pytest.mark.parametrize("stage", ["replaced", "renamed", "pointed"])
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_where_two_names_cannot_be_exchanged(
+        self, out: Path, bench: Bench, stage: str, overwrite: bool
+    ) -> None:
+        out.mkdir()
+        (out / "old").write_text("old")
+        killed = bench.server.run(Order(str(out), at=stage, overwrite=True, exchange=False))
+        assert killed.code == KILLED
+        assert out.exists() == (stage != "replaced")
+        assert bench.server.run(Order(str(out), resume=True, overwrite=overwrite)).code == 0
+        assert tree(out) == bench.whole
+        assert not staging_path(out).exists()
+
+    def test_an_old_result_moved_aside_comes_back(self, out: Path, bench: Bench) -> None:
+        out.mkdir()
+        (out / "old").write_text("old")
+        bench.server.run(Order(str(out), at="replaced", overwrite=True, exchange=False))
+        bench.server.run(Order(str(out), at="folders", overwrite=True))
+        assert tree(out) == {"old": b"old"}
+
     @pytest.mark.parametrize("seed", range(40))
     def test_at_a_random_moment(self, out: Path, bench: Bench, seed: int) -> None:
         moment = random.Random(seed).uniform(0, 30)

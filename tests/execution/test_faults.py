@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import CheckpointError, OutputError
-from reshard.execution import execute, staging_path
+from reshard.execution import execute, measured_rate, staging_path
 from reshard.execution.buffers import KIB, MIB
 from reshard.execution.sources import SourceFiles
 from reshard.planning import PlannedSource
@@ -187,3 +187,20 @@ class TestSourceFaults:
             out = bytearray(200)
             files.read_into(0, 20, memoryview(out))
         assert out == bytes(range(20, 220))
+
+
+class TestProbe:
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_it_measures_and_leaves_nothing(self, tmp_path: Path, fsync: bool) -> None:
+        job = job_of(tmp_path / "in")
+        before = sorted(tmp_path.rglob("*"))
+        rate = measured_rate(job, tmp_path / "not" / "there" / "yet", fsync=fsync, nbytes=MIB)
+        assert rate is not None
+        assert 0 < rate < 1e12
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_without_a_place_to_write_there_is_no_rate(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "pwrite", _failing(os.pwrite, 0, errno.EROFS))
+        assert measured_rate(job_of(tmp_path / "in"), tmp_path, fsync=False) is None

@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from reshard.errors import ReshardError
-from reshard.execution import execute
+from reshard.execution import execute, staging
 from reshard.execution.buffers import KIB
 from reshard.planning import Plan, plan
 from tests.execution.raw import replicated, split, target_for, write_checkpoint
@@ -72,6 +72,7 @@ class Order:
     overwrite: bool = False
     cap: int = 256 * KIB
     file_limit: int | None = None
+    exchange: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ def _convert(job: Plan, order: Order) -> tuple[int, str]:
             Path(order.out + ".waiting").touch()
             time.sleep(60)
 
+    if not order.exchange:
+        staging._exchange = lambda *_: False
     if order.file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order.file_limit, order.file_limit))
     try:

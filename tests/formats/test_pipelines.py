@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from reshard.errors import CheckpointError, MissingFileError, ReplicaMismatchErr
 from reshard.formats.checkpoint import Role
 from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
 from tests.truth import Case, by_name, case_named, with_pipeline
-
-Damage = Callable[[Path], object]
 
 
 @pytest.mark.parametrize("case", by_name(with_pipeline()))

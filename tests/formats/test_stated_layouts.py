@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reshard.api.selection import select
 from reshard.errors import (
     CheckpointError,
     DocumentError,
@@ -16,6 +17,7 @@ from reshard.errors import (
     MissingFileError,
     ReplicaMismatchError,
     ReshardError,
+    ScaledStateError,
 )
 from reshard.formats.layout_source import Layouts
 from reshard.formats.layout_words import WORDS
@@ -163,6 +165,31 @@ def test_drifting_replicas_convert_by_the_users_choice_alone(
     full = case.truth().full[name]["fp32"]
     assert torch.equal(found[:16], full[:16])
     assert torch.equal(found[16:], full[16:]) == (policy == "first")
+
+
+SCALED = """
+[layouts]
+'attn\\.dense\\.bias' = { layout = "replicated", scale = %s }
+"""
+
+
+@needs_toml
+@pytest.mark.parametrize("scale", [0.25, 0.5, 1 / 3, 1 / 6, 1 / 12])
+def test_a_scaled_parameter_converts_and_its_moments_do_not(scale: float, tmp_path: Path) -> None:
+    """Exact for powers of two; else the last bit may be another."""
+    case = own("megatron_tp2dp2")
+    checkpoint = opened(case.tag_path, stated(tmp_path, SCALED % scale))
+    with pytest.raises(ScaledStateError, match=r"optimizer state.*attn\.dense\.bias.*exp_avg"):
+        converted(checkpoint, tmp_path / "refused")
+    out = converted(select(checkpoint, states=["fp32"]), tmp_path / "out")
+    found = torch.load(out / "zero/attn.dense.bias/fp32.pt", weights_only=False)["param"]
+    held = case.truth().full["attn.dense.bias"]["fp32"]
+    if scale in (0.25, 0.5):
+        assert torch.equal(found, held / scale)
+        assert torch.equal(found * scale, held)
+    else:
+        assert torch.allclose(found, held / scale, rtol=2**-23, atol=0)
+        assert torch.allclose(found * scale, held, rtol=2**-22, atol=0)
 
 
 # ------------------------------------------------------------------------------ words

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike, fspath
 
-from reshard.errors import UnsupportedError
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, SourceFile
 from reshard.formats.folders import resolve_folder
@@ -32,13 +31,9 @@ def open_checkpoint(
     ReshardError
         The input is not a whole and sound checkpoint; the subclass and the text say why.
     """
-    if layout is not None:
-        raise UnsupportedError(
-            "rules of a layout file cannot be read yet",
-            file=fspath(layout),
-            next_step="--layout comes with step 3",
-        )
-    return registry.open_checkpoint(fspath(path), also=tuple(fspath(folder) for folder in also))
+    return registry.open_checkpoint(
+        fspath(path), also=tuple(fspath(folder) for folder in also), layout=layout
+    )
 
 
 def files_of(path: AnyPath, *, also: Sequence[AnyPath] = ()) -> tuple[SourceFile, ...]:

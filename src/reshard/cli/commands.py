@@ -141,8 +141,8 @@ def verify(source: Source, out: str, *, json: bool, quiet: bool) -> int:
 
 def annotate(source: Source, out: str, *, quiet: bool) -> int:
     """Run ``reshard annotate``."""
-    del quiet  # nothing to show progress of yet
-    api.annotate(source.path, out, also=source.also, layout=source.layout)
+    with meter(quiet=quiet) as progress:
+        api.annotate(source.path, out, also=source.also, layout=source.layout, progress=progress)
     return failure.DONE
 
 

@@ -19,6 +19,7 @@ from reshard.execution.crew import Progress
 from reshard.execution.destination import disk_needed
 from reshard.execution.execute import Report, execute
 from reshard.execution.manifest import MANIFEST_NAME, read_manifest
+from reshard.execution.probe import measured_rate
 from reshard.execution.replicas import ReplicaFinding
 from reshard.execution.staging import staging_path
 
@@ -37,6 +38,7 @@ __all__ = [
     "compare",
     "disk_needed",
     "execute",
+    "measured_rate",
     "read_manifest",
     "sizes_for",
     "staging_path",

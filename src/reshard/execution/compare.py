@@ -234,7 +234,7 @@ def _shared_extras(left: Checkpoint, right: Checkpoint) -> list[str]:
     return [name for name in COMPARED_EXTRAS if name in left.extras and name in right.extras]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Side:
     """One checkpoint: its files, and a fill for every tensor compared."""
 
@@ -266,7 +266,7 @@ class _Stretch:
     stop: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Found:
     """What is known of the differences in one tensor."""
 
@@ -275,6 +275,12 @@ class _Found:
     left: str
     right: str
     largest: float
+
+    def joined(self, other: _Found) -> _Found:
+        """Both together; the other is about other elements of the same tensor."""
+        first = min(self, other, key=lambda found: found.first)
+        largest = larger(self.largest, other.largest)
+        return _Found(self.count + other.count, first.first, first.left, first.right, largest)
 
 
 class _Pair:
@@ -319,13 +325,7 @@ class _Pair:
         """Add what one stretch showed."""
         with self._lock:
             known = self._found.get(key)
-            if known is None:
-                self._found[key] = found
-                return
-            if found.first < known.first:
-                known.first, known.left, known.right = found.first, found.left, found.right
-            known.count += found.count
-            known.largest = larger(known.largest, found.largest)
+            self._found[key] = known.joined(found) if known else found
 
     def differences(self) -> Iterator[TensorDifference]:
         """Every tensor whose values differ."""

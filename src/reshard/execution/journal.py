@@ -30,7 +30,7 @@ class SlotRecord:
     digests: tuple[str, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Records:
     """What is finished: slots by `(file, slot)`, and the digest of the rest of finished files."""
 
@@ -38,7 +38,7 @@ class Records:
     files: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class JournalContent:
     """A journal as it was found: its two identities, its records and its marks."""
 

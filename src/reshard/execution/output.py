@@ -82,7 +82,7 @@ def gaps_of(size: int, slots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
         yield at, size
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _OpenSlot:
     """A slot that is being filled: what its tasks have found so far."""
 
@@ -91,7 +91,7 @@ class _OpenSlot:
     leaves: Leaves = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _OpenFile:
     """A large file that is being filled."""
 

@@ -197,7 +197,7 @@ class Staging:
 
     def _point(self, name: str, text: str) -> None:
         fresh = self.folder / "pointer"
-        with fresh.open("w", encoding="utf-8") as file:
+        with fresh.open("w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             if self._fsync:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
-from reshard.errors import LayoutError
+from reshard.errors import InvalidMapError, LayoutError
 from reshard.formats.patterns import compile_pattern, literal_name
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
@@ -285,7 +286,8 @@ def require_fit(
     LayoutError
         When it says another shape for a rank than the files.
     """
-    governing.validate(name)
+    if not _is_valid(governing):
+        governing.validate(name)
     for rank in sorted(set(governing.shard_shapes) | set(shards)):
         stated, held = governing.shard_shapes.get(rank), shards.get(rank)
         if held is None and stated is not None and prod(stated) == 0:
@@ -300,6 +302,16 @@ def require_fit(
                 found=f"shape {held}" if held is not None else "no shard",
                 next_step=f"state its layout with --layout{_fitting(governing, shards)}",
             )
+
+
+@lru_cache(maxsize=4096)
+def _is_valid(one: ParamAffineMap) -> bool:
+    """Whether a map is valid; a model of many equal layers has few different maps."""
+    try:
+        one.validate()
+    except InvalidMapError:
+        return False
+    return True
 
 
 def _agree(stated: Shape, held: Shape) -> bool:

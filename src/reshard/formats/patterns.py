@@ -44,6 +44,15 @@ def exact(name: str) -> str:
     return f"^{re.escape(name)}$"
 
 
+def quoted(pattern: str) -> str:
+    r"""A pattern as it is written, in quotes; what cannot be shown is escaped.
+
+    >>> print(quoted(r".*\.weight"), quoted("a\nb"))
+    '.*\.weight' 'a\nb'
+    """
+    return repr(pattern).replace("\\\\", "\\")
+
+
 def compile_pattern(pattern: str, file: str) -> re.Pattern[str]:
     """A pattern of the checkpoint or of the user as a regular expression.
 

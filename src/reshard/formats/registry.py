@@ -13,8 +13,10 @@ from typing import Protocol
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
 from reshard.formats.folders import TagFolder, resolve_folder
+from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
 from reshard.formats.universal.writer import lay_out_universal
@@ -45,7 +47,7 @@ class Format:
 
     name: str
     recognises: Callable[[TagFolder], bool]
-    read: Callable[[TagFolder], Checkpoint]
+    read: Callable[[TagFolder, StatedLayouts | None], Checkpoint]
     lay_out: LayOut | None = None
 
 
@@ -57,17 +59,32 @@ def _is_deepspeed(folder: TagFolder) -> bool:
     return any(name.endswith("_states.pt") for name in folder.listing())
 
 
+def _open_universal(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+    if stated is not None:
+        raise UsageError(
+            "a universal folder holds whole tensors, so there is no layout to state",
+            file=folder.path,
+            next_step="leave --layout out",
+        )
+    return open_universal(folder)
+
+
 FORMATS: Mapping[str, Format] = {
     entry.name: entry
     for entry in (
-        Format("universal", _is_universal, open_universal, lay_out_universal),
+        Format("universal", _is_universal, _open_universal, lay_out_universal),
         Format("deepspeed", _is_deepspeed, open_deepspeed),
     )
 }
 """Every format, in the order in which they are tried."""
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, also: Sequence[str] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    also: Sequence[str] = (),
+    layout: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
     """Open a checkpoint of any format: headers and metadata, no tensor bytes.
 
     Parameters
@@ -76,17 +93,43 @@ def open_checkpoint(path: str | os.PathLike[str], *, also: Sequence[str] = ()) -
         A folder with a pointer file, a tag folder, or a file in one.
     also
         Further folders that hold ranks of the same checkpoint.
+    layout
+        A file of layouts that the user states.
     """
     folder = resolve_folder(path, also)
+    stated = None if layout is None else read_stated_layouts(layout)
     for entry in FORMATS.values():
         if entry.recognises(folder):
-            return entry.read(folder)
+            return entry.read(folder, stated)
     raise CheckpointError(
         "the folder is of no format that is known",
         file=folder.path,
         expected=f"one of {', '.join(FORMATS)}",
         next_step="name the tag folder itself",
     )
+
+
+def annotated(
+    path: str | os.PathLike[str],
+    *,
+    tag: str,
+    also: Sequence[str] = (),
+    layout: str | os.PathLike[str] | None = None,
+    pointer: bool = True,
+) -> Annotated:
+    """Lay out a native checkpoint with a map for every tensor-parallel parameter.
+
+    Parameters
+    ----------
+    path, also, layout
+        As for :func:`open_checkpoint`.
+    tag
+        Name of the output folder.
+    pointer
+        Whether the pointer file is written beside it.
+    """
+    stated = None if layout is None else read_stated_layouts(layout)
+    return lay_out_annotated(resolve_folder(path, also), tag=tag, stated=stated, pointer=pointer)
 
 
 def writer_for(name: str) -> LayOut:

@@ -41,7 +41,7 @@ from reshard.formats.layout_source import (
 )
 from reshard.formats.layout_words import Rule, read_rule
 from reshard.formats.parsing import Cursor
-from reshard.formats.patterns import compile_pattern
+from reshard.formats.patterns import compile_pattern, quoted
 from reshard.geometry import ParamAffineMap, maps_from_document
 
 LARGEST_FILE = 1 << 28
@@ -109,21 +109,21 @@ class StatedLayouts(LayoutSource):
         except LayoutError as error:
             raise located(error, name, self.file) from error
         require_fit(name, found, shards, self.file)
-        words = f"stated: {stated.word} for {stated.text!r}"
+        words = f"stated: {stated.word} for {quoted(stated.text)}"
         return _without_padding(found, stated.vocabulary_size, words)
 
     def unused(self, names: Collection[str]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""
         for rule in self.rules:
             if not any(map(rule.pattern.match, names)):
-                yield f"no parameter matches {rule.text!r} of {self.file}"
+                yield f"no parameter matches {quoted(rule.text)} of {self.file}"
 
     def unclear(self, shapes: Mapping[str, Mapping[int, Shape]]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""
         for name in shapes:
             matching = self._matching(name)
             if len(matching) > 1:
-                patterns = " and ".join(repr(rule.text) for rule in matching)
+                patterns = " and ".join(quoted(rule.text) for rule in matching)
                 yield f"{name} is matched by {patterns} of {self.file}"
 
 

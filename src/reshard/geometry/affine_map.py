@@ -9,36 +9,39 @@ choosing one.
 A map is a value: frozen, hashable, equal by its pieces as they are listed. ``canonical()`` gives
 the spelling that equal relations share. ``validate()`` proves the properties that composition
 relies on; a map that is only held, printed or written need not be valid.
-
-Maps that were computed hold their pieces as columns (:class:`PieceTable`); the piece objects are
-made when somebody asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 
-from reshard.errors import InvalidMapError, UsageError
+from reshard.errors import DocumentError, InvalidMapError, UsageError
 from reshard.geometry import movement, validation
 from reshard.geometry.buffers import Tensor
-from reshard.geometry.document import read_entry, read_params, write_entry, write_params
+from reshard.geometry.document import (
+    Entry,
+    read_entry,
+    read_params,
+    write_entry,
+    write_params,
+)
 from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
-from reshard.geometry.index_math import as_index, as_indices, numel, row_major_strides
-from reshard.geometry.links import Link, from_source, make_link, meet
+from reshard.geometry.index_math import row_major_strides
+from reshard.geometry.links import Link, make_link, meet
+from reshard.geometry.map_value import MapValue
 from reshard.geometry.matching import matched
-from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.tables import Ints, LinkTable, classes_of, starts_of
+from reshard.geometry.tables import LinkTable, classes_of, starts_of
 
 SCALE_POWER: Mapping[str, int] = MappingProxyType({"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2})
 """The power of a piece's scale by which a shard holds each state of Adam (§2.1)."""
 
 
-class ParamAffineMap:
+class ParamAffineMap(MapValue):
     """The pieces of one parameter, by the rank whose shard they fill.
 
     Parameters
@@ -60,6 +63,7 @@ class ParamAffineMap:
     --------
     Two ranks hold the columns of a 2×4 matrix:
 
+    >>> from reshard.geometry import AffinePiece
     >>> half = [AffinePiece((2, 2), 2 * r, (4, 1), 0, (2, 1), [r]) for r in (0, 1)]
     >>> split = ParamAffineMap((2, 4), {0: (2, 2), 1: (2, 2)}, {0: [half[0]], 1: [half[1]]})
     >>> print(split)
@@ -71,139 +75,7 @@ class ParamAffineMap:
     [[2, 3], [6, 7]]
     """
 
-    __slots__ = ("_hash", "_pieces", "_shapes", "_table", "logical_shape")
-
-    logical_shape: tuple[int, ...]
-    _shapes: dict[int, tuple[int, ...]]
-    _pieces: dict[int, tuple[AffinePiece, ...]] | None
-    _table: PieceTable | None
-    _hash: int | None
-
-    def __init__(
-        self,
-        logical_shape: Sequence[int],
-        shard_shapes: Mapping[int, Sequence[int]],
-        pieces_by_rank: Mapping[int, Sequence[AffinePiece]],
-    ) -> None:
-        self._set_shapes(logical_shape, shard_shapes)
-        stray = sorted(rank for rank in pieces_by_rank if rank not in self._shapes)
-        if stray:
-            raise InvalidMapError("pieces of a rank without a shard", broken="form", ranks=stray)
-        pieces = {rank: tuple(pieces_by_rank.get(rank, ())) for rank in self._shapes}
-        object.__setattr__(self, "_pieces", pieces)
-        object.__setattr__(self, "_table", None)
-
-    def _set_shapes(
-        self, logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]]
-    ) -> None:
-        shapes = {
-            as_index(rank, "rank"): as_indices(shape, "shard_shape")
-            for rank, shape in shard_shapes.items()
-        }
-        object.__setattr__(self, "logical_shape", as_indices(logical_shape, "logical_shape"))
-        object.__setattr__(self, "_shapes", {rank: shapes[rank] for rank in sorted(shapes)})
-        object.__setattr__(self, "_hash", None)
-
-    @classmethod
-    def from_table(
-        cls,
-        logical_shape: Sequence[int],
-        shard_shapes: Mapping[int, Sequence[int]],
-        table: PieceTable,
-    ) -> ParamAffineMap:
-        """Return the map of pieces that are given as columns, which are trusted as they are."""
-        made = cls.__new__(cls)
-        made._set_shapes(logical_shape, shard_shapes)
-        object.__setattr__(made, "_pieces", None)
-        object.__setattr__(made, "_table", table)
-        return made
-
-    # -- the value ---------------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"ParamAffineMap is frozen: cannot set {name}")
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, ParamAffineMap):
-            return NotImplemented
-        return (
-            hash(self) == hash(other)
-            and self.logical_shape == other.logical_shape
-            and self._shapes == other._shapes
-            and self._owned() == other._owned()
-        )
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            table = self.table
-            # Cheap and the same however the map is held: shapes, and sums over the pieces.
-            sums = (int(column.sum()) for column in (table.link.near, table.link.far))
-            value = hash((self.logical_shape, *self._shapes.items(), len(table), *sums))
-            object.__setattr__(self, "_hash", value)
-        return self._hash  # type: ignore[return-value]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ParamAffineMap, (self.logical_shape, self._shapes, self._owned())
-
-    def __repr__(self) -> str:
-        return f"ParamAffineMap({self.logical_shape!r}, {self._shapes!r}, {self._owned()!r})"
-
-    def __str__(self) -> str:
-        shape = "×".join(map(str, self.logical_shape)) or "scalar"
-        lines = [f"{shape} over {len(self._shapes)} ranks"]
-        for rank, pieces in self._owned().items():
-            shard = "×".join(map(str, self._shapes[rank])) or "scalar"
-            text = "; ".join(map(str, pieces)) or "nothing"
-            lines.append(f"  {rank} ({shard}): {text}")
-        return "\n".join(lines)
-
-    def _owned(self) -> dict[int, tuple[AffinePiece, ...]]:
-        """Return the pieces of each rank, made from the table on the first call."""
-        if self._pieces is None:
-            made = self.table.pieces()
-            pieces = {rank: tuple(made.get(rank, ())) for rank in self._shapes}
-            object.__setattr__(self, "_pieces", pieces)
-        return self._pieces  # type: ignore[return-value]
-
-    @property
-    def table(self) -> PieceTable:
-        """The non-empty pieces as columns."""
-        if self._table is None:
-            object.__setattr__(self, "_table", PieceTable.of(self._owned()))
-        return self._table  # type: ignore[return-value]
-
-    @property
-    def shard_shapes(self) -> Mapping[int, tuple[int, ...]]:
-        """Shape of each rank's shard, ranks ascending."""
-        return MappingProxyType(self._shapes)
-
-    @property
-    def pieces_by_rank(self) -> Mapping[int, tuple[AffinePiece, ...]]:
-        """Pieces of each rank, ranks ascending; a rank without pieces has ``()``."""
-        return MappingProxyType(self._owned())
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold a shard, ascending."""
-        return tuple(self._shapes)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of ``F``."""
-        return numel(self.logical_shape)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether some non-empty piece has a scale other than 1."""
-        return bool((self.table.scale != 1.0).any())
-
-    def pieces(self) -> Iterator[tuple[int, AffinePiece]]:
-        """Yield every rank and piece, ranks ascending."""
-        for rank, owned in self._owned().items():
-            for piece in owned:
-                yield rank, piece
+    __slots__ = ()
 
     # -- properties --------------------------------------------------------------------------
 
@@ -230,6 +102,7 @@ class ParamAffineMap:
     def uncovered_offsets(self) -> list[range]:
         """Return the elements of ``F`` that no rank holds, as maximal ranges, ascending.
 
+        >>> from reshard.geometry import AffinePiece
         >>> piece = AffinePiece((2, 2), 0, (4, 1), 0, (2, 1), [0])
         >>> ParamAffineMap((2, 4), {0: (2, 2)}, {0: [piece]}).uncovered_offsets()
         [range(2, 4), range(6, 8)]
@@ -263,7 +136,12 @@ class ParamAffineMap:
             self.logical_shape,
             self._shapes,
             PieceTable(
-                table.rank, table.index, table.link.turned(), table.scale, table.place, table.holders
+                table.rank,
+                table.index,
+                table.link.turned(),
+                table.scale,
+                table.place,
+                table.holders,
             ),
         )
 
@@ -362,7 +240,14 @@ class ParamAffineMap:
         DocumentError
             With the path of the first malformed value.
         """
-        return cls(*read_entry(entry, path))
+        return _built(read_entry(entry, path), path)
+
+
+def _built(entry: Entry, path: str) -> ParamAffineMap:
+    try:
+        return ParamAffineMap(*entry)
+    except InvalidMapError as error:
+        raise DocumentError(f"{path}: {error}") from error
 
 
 def folded_map(
@@ -411,7 +296,8 @@ def maps_from_document(document: object, *, validate: bool = False) -> dict[str,
     InvalidMapError
         When ``validate`` is set and a map is not valid.
     """
-    maps = {pattern: ParamAffineMap(*entry) for pattern, entry in read_params(document).items()}
+    entries = read_params(document)
+    maps = {pattern: _built(entry, f'params."{pattern}"') for pattern, entry in entries.items()}
     if validate:
         for pattern, one in maps.items():
             one.validate(pattern)

@@ -65,14 +65,10 @@ def intersect(one: AffinePiece, other: AffinePiece) -> tuple[AffinePiece, ...]:
 def _piece_of(link: Link, piece: AffinePiece) -> AffinePiece:
     """Return the piece of a link from the shard to ``F``, held like ``piece``."""
     shape, dests, sources = tuple(zip(*link.dims, strict=True)) or ((), (), ())
-    return trusted_piece(
-        shape, link.far, sources, link.near, dests, piece.locations, piece.scale
-    )
+    return trusted_piece(shape, link.far, sources, link.near, dests, piece.locations, piece.scale)
 
 
-def restrict(
-    one: ParamAffineMap, dim: int, start: int, length: int
-) -> ParamAffineMap:
+def restrict(one: ParamAffineMap, dim: int, start: int, length: int) -> ParamAffineMap:
     """Return a map that knows only a range of ``F``, whose shape and offsets stay.
 
     :meth:`ParamAffineMap.narrow` gives the same relation with ``F`` cut down to the range.
@@ -141,7 +137,9 @@ def follow(second: TransferPlan, first: TransferPlan) -> TransferPlan:
     late, early = second.table, first.table
     # Seen from the shards in between: near them, far the last and the first ones.
     found = matched(
-        late.link.turned().normalised(), early.link.normalised(), late.source_rank,
+        late.link.turned().normalised(),
+        early.link.normalised(),
+        late.source_rank,
         early.target_rank,
     )
     both = SegmentTable(

@@ -107,9 +107,7 @@ def joined(tables: list[SegmentTable]) -> SegmentTable:
     return rows.take(np.lexsort((rows.source_rank, rows.link.near, rows.target_rank)))
 
 
-def filled(
-    target: ParamAffineMap, source: ParamAffineMap, segments: SegmentTable
-) -> TransferPlan:
+def filled(target: ParamAffineMap, source: ParamAffineMap, segments: SegmentTable) -> TransferPlan:
     """Return the plan of some segments between two maps; what they leave open is named."""
     return closed(source.shard_shapes, target.shard_shapes, segments)
 

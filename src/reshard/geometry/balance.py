@@ -42,7 +42,9 @@ class Balance:
         return max([load for _, load in self.loads], default=0)
 
     def __str__(self) -> str:
-        return f"the busiest source rank gives {self.busiest} elements; no choice beats {self.bound}"
+        return (
+            f"the busiest source rank gives {self.busiest} elements; no choice beats {self.bound}"
+        )
 
 
 def share_out(demands: Mapping[Locations, int], fixed: Mapping[int, int]) -> tuple[Shares, int]:
@@ -141,15 +143,20 @@ class _Flow:
             levels = self._levels()
             if levels is None:
                 return
-            walk = _Walk(levels, [0] * len(self.classes), dict.fromkeys(self.holders, 0),
-                         {rank: sorted(users) for rank, users in self.holders.items()})
+            walk = _Walk(
+                levels,
+                [0] * len(self.classes),
+                dict.fromkeys(self.holders, 0),
+                {rank: sorted(users) for rank, users in self.holders.items()},
+            )
             for c in [c for c, left in enumerate(self.left) if left]:
                 while self.left[c] and self._send(c, walk):
                     pass
 
     def _send(self, root: int, walk: _Walk) -> bool:
         """Send along one path of rising levels from a class to a rank with room, if one is left."""
-        classes, ranks = [root], []
+        classes = [root]
+        ranks: list[int] = []
         while classes:
             rank, giver = self._step(classes[-1], walk)
             if rank is None:

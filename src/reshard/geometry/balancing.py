@@ -106,9 +106,7 @@ def _assigned(
                 links.append(link)
     at = np.array(rows, np.int64)
     cut = parts.take(at)
-    table = PieceTable(
-        cut.rank, cut.index, LinkTable.of(links), cut.scale, cut.place, cut.holders
-    )
+    table = PieceTable(cut.rank, cut.index, LinkTable.of(links), cut.scale, cut.place, cut.holders)
     return table, place[at], np.array(givers, np.int64)
 
 

@@ -72,10 +72,15 @@ def compose(
     >>> from reshard.geometry import AffinePiece, ParamAffineMap
     >>> def rows(*heights):
     ...     at = [4 * sum(heights[:r]) for r in range(len(heights))]
-    ...     piece = [AffinePiece((n, 4), a, (4, 1), 0, (4, 1), [r])
-    ...              for r, (n, a) in enumerate(zip(heights, at))]
-    ...     return ParamAffineMap((sum(heights), 4), {r: (n, 4) for r, n in enumerate(heights)},
-    ...                           {r: [p] for r, p in enumerate(piece)})
+    ...     piece = [
+    ...         AffinePiece((n, 4), a, (4, 1), 0, (4, 1), [r])
+    ...         for r, (n, a) in enumerate(zip(heights, at))
+    ...     ]
+    ...     return ParamAffineMap(
+    ...         (sum(heights), 4),
+    ...         {r: (n, 4) for r, n in enumerate(heights)},
+    ...         {r: [p] for r, p in enumerate(piece)},
+    ...     )
     >>> print(compose(rows(2, 4), rows(3, 3)))
     3 segments, 24 elements
       0[0 + 8×1] → 0[0 + 8×1]
@@ -113,9 +118,7 @@ def _chosen(target: ParamAffineMap, source: PieceTable, choose: Choose) -> Segme
     return segments_of(target.table, chosen.table, found)
 
 
-def alternates(
-    target: ParamAffineMap, source: ParamAffineMap, plan: TransferPlan
-) -> TransferPlan:
+def alternates(target: ParamAffineMap, source: ParamAffineMap, plan: TransferPlan) -> TransferPlan:
     """Return every copy that could have been made and that ``plan`` does not make.
 
     For each target element: one copy from each other holder, and from each other place of the

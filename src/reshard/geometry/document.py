@@ -17,9 +17,7 @@ from reshard.geometry.piece import AffinePiece
 DOCUMENT_VERSION = 1
 """The version of the map document that is written, and the newest that is read."""
 
-Entry = tuple[
-    tuple[int, ...], Mapping[int, tuple[int, ...]], Mapping[int, tuple[AffinePiece, ...]]
-]
+Entry = tuple[tuple[int, ...], Mapping[int, tuple[int, ...]], Mapping[int, tuple[AffinePiece, ...]]]
 """Logical shape, shard shapes and pieces of one parameter."""
 
 
@@ -85,7 +83,9 @@ def as_integer(value: object, path: str) -> int:
     return value
 
 
-def fields(value: object, path: str, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> tuple[object, ...]:
+def fields(
+    value: object, path: str, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> tuple[object, ...]:
     """Return the named fields of an object, optional ones as None when they are absent.
 
     Raises
@@ -96,10 +96,17 @@ def fields(value: object, path: str, required: tuple[str, ...], optional: tuple[
     record = as_mapping(value, path)
     missing = [name for name in required if name not in record]
     if missing:
-        refuse(path, f"no {missing[0]!r}", f"fields {', '.join(required)}", sorted(map(str, record)))
+        refuse(
+            path, f"no {missing[0]!r}", f"fields {', '.join(required)}", sorted(map(str, record))
+        )
     unknown = [key for key in record if key not in required and key not in optional]
     if unknown:
-        refuse(path, f"unknown field {_shown(unknown[0])}", ", ".join((*required, *optional)), unknown[0])
+        refuse(
+            path,
+            f"unknown field {_shown(unknown[0])}",
+            ", ".join((*required, *optional)),
+            unknown[0],
+        )
     return tuple([record.get(name) for name in (*required, *optional)])
 
 

@@ -70,18 +70,21 @@ class BoxTable:
     def take(self, index: Ints) -> BoxTable:
         """Return some boxes."""
         return BoxTable(
-            self.lo[index], self.hi[index], self.far[index], self.far_stride[index],
+            self.lo[index],
+            self.hi[index],
+            self.far[index],
+            self.far_stride[index],
             self.row[index],
         )
 
     def far_at(self, index: Ints, lo: Ints) -> Ints:
         """Return the far offset of given corners inside given boxes."""
         skip = (lo - self.lo[index]) * self.far_stride[index]
-        return self.far[index] + skip.sum(axis=1)
+        return np.asarray(self.far[index] + skip.sum(axis=1))
 
     def volume(self) -> Ints:
         """Number of addresses of each box."""
-        return (self.hi - self.lo).prod(axis=1)
+        return np.asarray((self.hi - self.lo).prod(axis=1))
 
 
 class Grid:
@@ -126,14 +129,15 @@ class Grid:
             stride.append(table.near_stride[row, dim])
             extent.append(table.extent[row, dim])
             at += len(table)
-        columns = (np.concatenate(column) for column in (space, stride, extent))
         count = 1 if spaces is None else int(spaces.max(initial=0)) + 1
-        return cls(_chains(*columns, count))
+        return cls(
+            _chains(np.concatenate(space), np.concatenate(stride), np.concatenate(extent), count)
+        )
 
     @property
     def digits(self) -> int:
         """Number of digits."""
-        return self.strides.shape[1]
+        return int(self.strides.shape[1])
 
     def boxes(self, table: LinkTable, spaces: Ints | None = None) -> BoxTable:
         """Return the boxes of all rows, walking the dimensions that are not digits.
@@ -219,15 +223,18 @@ class Grid:
         at = np.flatnonzero(carries)
         run, radix = table.take(at), radices[at]
         count = run.extent[:, digit]
-        head = (radix - start[at]) % radix
-        blocks, tail = np.divmod(count - head, radix)
+        head: Ints = (radix - start[at]) % radix
+        blocks: Ints = (count - head) // radix
+        tail: Ints = count - head - blocks * radix
         stay = np.flatnonzero(~carries)
         parts = [(table.take(stay), stay)]
-        for skip, length, repeat in (
-            (np.zeros_like(head), head, np.ones_like(head)),
+        none, once = np.zeros_like(head), np.ones_like(head)
+        cuts: list[tuple[Ints, Ints, Ints]] = [
+            (none, head, once),
             (head, radix, blocks),
-            (head + blocks * radix, tail, np.ones_like(head)),
-        ):
+            (head + blocks * radix, tail, once),
+        ]
+        for skip, length, repeat in cuts:
             kept = np.flatnonzero((length > 0) & (repeat > 0))
             part = _part(run.take(kept), digit, skip[kept], length[kept])
             again, part = _repeated(part, digit, repeat[kept])

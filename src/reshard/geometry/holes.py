@@ -67,11 +67,13 @@ class _Slabs:
         """Return the holes of the digits up to ``digit``, in addresses."""
         key = (digit, active.tobytes())
         if key not in self._known:
-            solve = self._line if digit == 0 else self._slabs
-            self._known[key] = solve(digit, active, lo, hi)
+            if digit:
+                self._known[key] = self._slabs(digit, active, lo, hi)
+            else:
+                self._known[key] = self._line(active, lo, hi)
         return self._known[key]
 
-    def _line(self, digit: int, active: Ints, lo: Ints, hi: Ints) -> Ranges:
+    def _line(self, active: Ints, lo: Ints, hi: Ints) -> Ranges:
         start = np.clip(self._boxes.lo[active, 0], lo[0], hi[0])
         stop = np.clip(self._boxes.hi[active, 0], lo[0], hi[0])
         order = np.argsort(start, kind="stable")
@@ -82,8 +84,9 @@ class _Slabs:
 
     def _slabs(self, digit: int, active: Ints, lo: Ints, hi: Ints) -> Ranges:
         box_lo, box_hi = self._boxes.lo[active, digit], self._boxes.hi[active, digit]
-        borders = np.unique(np.clip(np.concatenate([box_lo, box_hi, [lo[digit], hi[digit]]]),
-                                    lo[digit], hi[digit]))
+        borders = np.unique(
+            np.clip(np.concatenate([box_lo, box_hi, [lo[digit], hi[digit]]]), lo[digit], hi[digit])
+        )
         stride = int(self._grid.strides[0, digit])
         starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for first, last in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):

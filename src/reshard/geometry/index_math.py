@@ -61,6 +61,8 @@ def as_index(value: object, name: str) -> int:
     >>> as_index(7, "offset")
     7
     """
+    if type(value) is int and 0 <= value <= MAX_OFFSET:
+        return value
     try:
         index = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -85,6 +87,13 @@ def as_indices(values: object, name: str) -> tuple[int, ...]:
     >>> as_indices([2, 3], "shape")
     (2, 3)
     """
+    if type(values) is tuple:
+        # The ordinary case, which every piece goes through many times, is checked without calls.
+        for value in values:
+            if type(value) is not int or not 0 <= value <= MAX_OFFSET:
+                break
+        else:
+            return values
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise InvalidMapError(
             f"{name} is not a sequence", broken="form", expected="integers", found=repr(values)

@@ -17,9 +17,16 @@ import numpy as np
 
 from reshard.geometry.tables import Ints, classes_of, expanded, places_of, starts_of
 
+FEW_PAIRS_PER_BOX = 8
+"""Up to so many pairs for each box are all looked at."""
+
 
 def overlapping_pairs(
-    a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints, a_key: Ints | None = None,
+    a_lo: Ints,
+    a_hi: Ints,
+    b_lo: Ints,
+    b_hi: Ints,
+    a_key: Ints | None = None,
     b_key: Ints | None = None,
 ) -> tuple[Ints, Ints]:
     """Return the pairs ``(i, j)`` such that box ``i`` of ``a`` and ``j`` of ``b`` overlap.
@@ -47,6 +54,11 @@ def overlapping_pairs(
     b = np.arange(len(b_lo), dtype=np.int64)
     if not len(a) or not len(b):
         return a[:0], b[:0]
+    few = _few_pairs(len(a), len(b), a_key, b_key)
+    if few is not None:
+        i, j = few
+        hit = (a_lo[i] < b_hi[j]).all(axis=1) & (b_lo[j] < a_hi[i]).all(axis=1)
+        return i[hit], j[hit]
     axes = _order(a_lo, a_hi, b_lo, b_hi)
     for axis in axes[:-1]:
         a, b, a_key, b_key = _narrowed(
@@ -57,6 +69,22 @@ def overlapping_pairs(
         *_keyed((a_lo[a, last], a_hi[a, last]), (b_lo[b, last], b_hi[b, last]), (a_key, b_key))
     )
     return a[i], b[j]
+
+
+def _few_pairs(a: int, b: int, a_key: Ints | None, b_key: Ints | None) -> tuple[Ints, Ints] | None:
+    """Return all pairs of equal key when they are so few that looking at each is fastest."""
+    most = FEW_PAIRS_PER_BOX * (a + b)
+    if a_key is None or b_key is None:
+        if a * b > most:
+            return None
+        return np.repeat(np.arange(a), b), np.tile(np.arange(b), a)
+    order = np.argsort(b_key, kind="stable")
+    ordered = b_key[order]
+    first = np.searchsorted(ordered, a_key, "left")
+    count = np.searchsorted(ordered, a_key, "right") - first
+    if count.sum() > most:
+        return None
+    return np.repeat(np.arange(a), count), order[expanded(first, count)]
 
 
 Interval = tuple[Ints, Ints]
@@ -91,9 +119,9 @@ def _keyed(a: Interval, b: Interval, keys: Keys) -> tuple[Ints, Ints, Ints, Ints
     # Places of the borders instead of the borders: key · width then cannot overflow.
     place, borders = places_of(np.concatenate([*a, *b]))
     width = len(borders) + 1
-    keys = np.concatenate([a_key, a_key, b_key, b_key])
+    of = np.concatenate([a_key, a_key, b_key, b_key])
     ends = np.cumsum([len(a_key), len(a_key), len(b_key)])
-    a_lo, a_hi, b_lo, b_hi = np.split(place + keys * width, ends)
+    a_lo, a_hi, b_lo, b_hi = np.split(place + of * width, ends)
     return a_lo, a_hi, b_lo, b_hi
 
 
@@ -128,9 +156,7 @@ def _narrowed(
     )
 
 
-def _distinct(
-    side: Interval, key: Ints | None
-) -> tuple[Ints, Ints, Ints, Interval, Ints | None]:
+def _distinct(side: Interval, key: Ints | None) -> tuple[Ints, Ints, Ints, Interval, Ints | None]:
     """Return where each distinct interval's rows start in a list of rows, and the intervals."""
     columns = (*side,) if key is None else (key, *side)
     order, label = classes_of(columns)

@@ -26,7 +26,7 @@ so nothing overflows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import gcd
 from typing import NamedTuple
 
@@ -109,213 +109,167 @@ def from_dest(piece: AffinePiece) -> Link:
 def meet(p: Link, q: Link) -> list[Meeting]:
     """Return the blocks that two non-empty links share, as a list without repetitions.
 
-    >>> rows = Link(8, 0, ((8, 1, 1),))              # elements 8 … 15 of F
-    >>> column = Link(1, 0, ((4, 4, 1),))            # elements 1, 5, 9, 13 of F
+    >>> rows = Link(8, 0, ((8, 1, 1),))  # elements 8 … 15 of F
+    >>> column = Link(1, 0, ((4, 4, 1),))  # elements 1, 5, 9, 13 of F
     >>> meet(rows, column)
     [Meeting(near=9, first=1, second=2, dims=((2, 4, 4, 1),))]
     """
     found: list[Meeting] = []
-    p_dims, q_dims, still = p.dims, q.dims, ()
+    p_dims, q_dims = p.dims, q.dims
+    still: tuple[MeetingDim, ...] = ()
     if (p_dims and p_dims[-1][1] == 0) or (q_dims and q_dims[-1][1] == 0):
         # A near stride of 0 names one near element many times: every copy meets all the same.
-        still = tuple((n, 0, f, 0) for n, s, f in p_dims if s == 0)
-        still += tuple((n, 0, 0, f) for n, s, f in q_dims if s == 0)
+        still = tuple([(n, 0, f, 0) for n, s, f in p_dims if s == 0])
+        still += tuple([(n, 0, 0, f) for n, s, f in q_dims if s == 0])
         p_dims = tuple([dim for dim in p_dims if dim[1]])
         q_dims = tuple([dim for dim in q_dims if dim[1]])
-    _Meet(found, False).run(p.near, p.far, p_dims, q.near, q.far, q_dims, still)
+    _Meet(found).run((p.near, p.far, p_dims), (q.near, q.far, q_dims), still)
     return found
+
+
+_Side = tuple[int, int, tuple[LinkDim, ...]]
+"""A link, or part of one, as a bare tuple: near, far, dims."""
+_Done = tuple[MeetingDim, ...]
 
 
 class _Meet:
     """The recursion of :func:`meet`; ``flip`` tells that the two links changed places."""
 
-    __slots__ = ("found", "flip", "other")
+    __slots__ = ("flip", "found", "other")
 
-    def __init__(self, found: list[Meeting], flip: bool, other: _Meet | None = None) -> None:
+    def __init__(self, found: list[Meeting], other: _Meet | None = None) -> None:
         self.found = found
-        self.flip = flip
-        self.other = other or _Meet(found, not flip, self)
+        self.flip = other is not None
+        self.other: _Meet = other or _Meet(found, self)
 
-    def emit(self, near: int, a: int, b: int, dims: tuple[MeetingDim, ...]) -> None:
+    def run(self, p: _Side, q: _Side, done: _Done) -> None:
+        """Meet two blocks, given the dimensions of the answer that are known already."""
+        a, far_a, p_dims = p
+        b, far_b, q_dims = q
+        if a > b + _reach(q_dims) or b > a + _reach(p_dims):
+            return
+        if not p_dims and not q_dims:
+            self._emit(a, far_a, far_b, done)
+            return
+        s, t = (dims[0][1] if dims else 0 for dims in (p_dims, q_dims))
+        if s < t:
+            self.other.run(q, p, done)
+        elif len(q_dims) == 1 and self._inside(p, q, done):
+            return
+        elif q_dims and q_dims[0][0] * t > s > t and s % t == 0:
+            self._cut(p, q, done)
+        else:
+            self._solve(p, q, done)
+
+    def _emit(self, near: int, a: int, b: int, dims: _Done) -> None:
         self.found.append(Meeting(near, b, a, dims) if self.flip else Meeting(near, a, b, dims))
 
-    def dim(self, n: int, s: int, f: int, g: int) -> MeetingDim:
+    def _dim(self, n: int, s: int, f: int, g: int) -> MeetingDim:
         return (n, s, g, f) if self.flip else (n, s, f, g)
 
-    def run(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        b: int,
-        far_b: int,
-        q: tuple[LinkDim, ...],
-        done: tuple[MeetingDim, ...],
-    ) -> None:
-        """Meet the block ``p`` at ``a`` with the block ``q`` at ``b``."""
-        p_span = q_span = 0
-        for n, s, _ in p:
-            p_span += (n - 1) * s
-        for n, s, _ in q:
-            q_span += (n - 1) * s
-        if a > b + q_span or b > a + p_span:
-            return
-        if not p and not q:
-            self.emit(a, far_a, far_b, done)
-        elif (p[0][1] if p else 0) < (q[0][1] if q else 0):
-            self.other.run(b, far_b, q, a, far_a, p, done)
-        elif len(q) == 1 and self._inside(a, far_a, p, p_span, b, far_b, q[0], done):
-            return
-        elif q and q[0][0] * q[0][1] > p[0][1] > q[0][1] and p[0][1] % q[0][1] == 0:
-            self._cut(a, far_a, p, b, far_b, q, done)
-        else:
-            self._solve(a, far_a, p, p_span, b, far_b, q, q_span, done)
-
-    def _inside(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        p_span: int,
-        b: int,
-        far_b: int,
-        run: LinkDim,
-        done: tuple[MeetingDim, ...],
-    ) -> bool:
+    def _inside(self, p: _Side, q: _Side, done: _Done) -> bool:
         """Finish where ``p`` steps through the one run of ``q``; False where it does not."""
-        n, t, g = run
-        for dim in p:
+        a, far_a, dims = p
+        b, far_b, ((n, t, g),) = q
+        for dim in dims:
             if dim[1] % t:
                 return False
         if (a - b) % t:
             return True
-        stop = b + (n - 1) * t
-        if not (b <= a and a + p_span <= stop):
-            return bool(p) and self._edges(a, far_a, p, p_span, b, far_b, run, done)
-        dims = tuple([self.dim(m, s, f, s // t * g) for m, s, f in p])
-        self.emit(a, far_a, far_b + (a - b) // t * g, done + dims)
+        if not (b <= a and a + _reach(dims) <= b + (n - 1) * t):
+            return bool(dims) and self._edges(p, q, done)
+        made = tuple([self._dim(m, s, f, s // t * g) for m, s, f in dims])
+        self._emit(a, far_a, far_b + (a - b) // t * g, done + made)
         return True
 
-    def _edges(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        p_span: int,
-        b: int,
-        far_b: int,
-        run: LinkDim,
-        done: tuple[MeetingDim, ...],
-    ) -> bool:
+    def _edges(self, p: _Side, q: _Side, done: _Done) -> bool:
         """Meet the outermost rows of ``p`` that lie inside a run as one block, the others alone."""
-        n, s, f = p[0]
-        rest = p_span - (n - 1) * s
-        stop = b + (run[0] - 1) * run[1]
+        a, _, ((n, s, _), *inner) = p
+        b, _, ((m, t, _),) = q
+        rest, stop = _reach(tuple(inner)), b + (m - 1) * t
         low, high = max(0, -((a - b) // s)), min(n - 1, (stop - rest - a) // s)
         first, last = max(0, -((a + rest - b) // s)), min(n - 1, (stop - a) // s)
         if high < low:
             if last - first == n - 1:
                 return False
             low = high = first
-        parts = [(i, i) for i in range(first, low)]
-        parts.append((low, high))
-        parts += [(i, i) for i in range(high + 1, last + 1)]
-        for i, k in parts:
-            inner = ((k - i + 1, s, f), *p[1:]) if k > i else p[1:]
-            self.run(a + i * s, far_a + i * f, inner, b, far_b, (run,), done)
+        blocks = [(i, i) for i in range(first, low)]
+        blocks.append((low, high))
+        blocks += [(i, i) for i in range(high + 1, last + 1)]
+        for i, k in blocks:
+            self.run(_steps(p, i, k - i + 1), q, done)
         return True
 
-    def _cut(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        b: int,
-        far_b: int,
-        q: tuple[LinkDim, ...],
-        done: tuple[MeetingDim, ...],
-    ) -> None:
+    def _cut(self, p: _Side, q: _Side, done: _Done) -> None:
         """Cut the outermost run of ``q`` at the borders of the outermost blocks of ``p``."""
-        s = p[0][1]
-        n, t, g = q[0]
-        inner = q[1:]
+        s, (n, t, g) = p[2][0][1], q[2][0]
         period = s // t
-        rest = (b - a) % s
+        rest = (q[0] - p[0]) % s
         head = 0 if rest < t else min(n, -((rest - s) // t))
         blocks, tail = divmod(n - head, period)
         if head:
-            self._part(a, far_a, p, b, far_b, ((head, t, g), *inner), done)
-        if blocks:
-            at = b + head * t, far_b + head * g
-            dims = ((period, t, g), *inner)
-            if blocks > 1:
-                dims = ((blocks, s, period * g), *dims)
-            self._part(a, far_a, p, *at, dims, done)
+            self.run(p, _steps(q, 0, head), done)
+        if blocks > 1:
+            near, far, dims = _steps(q, head, period)
+            self.run(p, (near, far, ((blocks, s, period * g), *dims)), done)
+        elif blocks:
+            self.run(p, _steps(q, head, period), done)
         if tail:
-            skip = head + blocks * period
-            self._part(a, far_a, p, b + skip * t, far_b + skip * g, ((tail, t, g), *inner), done)
+            self.run(p, _steps(q, head + blocks * period, tail), done)
 
-    def _part(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        b: int,
-        far_b: int,
-        q: tuple[LinkDim, ...],
-        done: tuple[MeetingDim, ...],
-    ) -> None:
-        self.run(a, far_a, p, b, far_b, q[1:] if q[0][0] == 1 else q, done)
-
-    def _solve(
-        self,
-        a: int,
-        far_a: int,
-        p: tuple[LinkDim, ...],
-        p_span: int,
-        b: int,
-        far_b: int,
-        q: tuple[LinkDim, ...],
-        q_span: int,
-        done: tuple[MeetingDim, ...],
-    ) -> None:
+    def _solve(self, p: _Side, q: _Side, done: _Done) -> None:
         """Pair the outermost dimensions, or walk the outermost of ``p`` where that is shorter."""
-        n, s, f = p[0]
-        p_rest = p_span - (n - 1) * s
+        a, far_a, ((n, s, f), *p_inner) = p
+        b, far_b, q_dims = q
+        p_rest = _reach(tuple(p_inner))
         first = max(0, -((a + p_rest - b) // s))
-        last = min(n - 1, (b + q_span - a) // s)
-        if q:
-            m, t, g = q[0]
-            q_rest = q_span - (m - 1) * t
+        last = min(n - 1, (b + _reach(q_dims) - a) // s)
+        if q_dims:
+            m, t, g = q_dims[0]
+            q_rest = _reach(q_dims[1:])
             step = gcd(s, t)
             if (p_rest + q_rest) // step <= last - first:
-                low = -((a + p_rest - b) // step)
-                for v in range(low, (b - a + q_rest) // step + 1):
-                    hit = _progression(n, s // step, m, t // step, v)
-                    if hit:
-                        i, k, count = hit
-                        more = done
-                        if count > 1:
-                            dim = self.dim(count, s // step * t, t // step * f, s // step * g)
-                            more = (*done, dim)
-                        self.run(
-                            a + i * s, far_a + i * f, p[1:], b + k * t, far_b + k * g, q[1:], more
-                        )
+                values = range(-((a + p_rest - b) // step), (b - a + q_rest) // step + 1)
+                for i, k, count in _progressions((n, s // step), (m, t // step), values):
+                    made = (self._dim(count, s // step * t, t // step * f, s // step * g),)
+                    self.run(
+                        (a + i * s, far_a + i * f, tuple(p_inner)),
+                        (b + k * t, far_b + k * g, q_dims[1:]),
+                        done + made if count > 1 else done,
+                    )
                 return
         for i in range(first, last + 1):
-            self.run(a + i * s, far_a + i * f, p[1:], b, far_b, q, done)
+            self.run((a + i * s, far_a + i * f, tuple(p_inner)), q, done)
 
 
-def _progression(n: int, s: int, m: int, t: int, v: int) -> tuple[int, int, int] | None:
-    """Solve ``i·s − k·t = v`` with ``0 ≤ i < n``, ``0 ≤ k < m``, ``s`` and ``t`` coprime.
+def _reach(dims: tuple[LinkDim, ...]) -> int:
+    """Return the distance from the first to the last near address of a block."""
+    reach = 0
+    for n, s, _ in dims:
+        reach += (n - 1) * s
+    return reach
 
-    Returns the first ``i``, its ``k`` and the number of solutions; they are ``t`` apart in ``i``
-    and ``s`` apart in ``k``.
+
+def _steps(side: _Side, first: int, count: int) -> _Side:
+    """Return some steps of the outermost dimension of a block."""
+    near, far, ((_, s, f), *inner) = side
+    dims = ((count, s, f), *inner) if count > 1 else tuple(inner)
+    return near + first * s, far + first * f, dims
+
+
+def _progressions(
+    p: tuple[int, int], q: tuple[int, int], values: range
+) -> Iterator[tuple[int, int, int]]:
+    """Solve ``i·s − k·t = v`` for each value, ``0 ≤ i < n``, ``0 ≤ k < m``, s and t coprime.
+
+    Yields the first ``i``, its ``k`` and the number of solutions, for values that have any; they
+    are ``t`` apart in ``i`` and ``s`` apart in ``k``.
     """
-    low = max(0, -(-v // s))
-    high = min(n - 1, (v + (m - 1) * t) // s)
-    if t > 1:
-        low += (v * pow(s, -1, t) - low) % t
-    if low > high:
-        return None
-    return low, (low * s - v) // t, (high - low) // t + 1
+    (n, s), (m, t) = p, q
+    inverse = pow(s, -1, t) if t > 1 else 0
+    for v in values:
+        low = max(0, -(-v // s))
+        high = min(n - 1, (v + (m - 1) * t) // s)
+        low += (v * inverse - low) % t
+        if low <= high:
+            yield low, (low * s - v) // t, (high - low) // t + 1

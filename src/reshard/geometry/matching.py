@@ -9,7 +9,7 @@ those whose spans they touch. Both ways are exact.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +22,8 @@ FEW_PAIRS = 48
 """Up to so many pairs are matched one by one."""
 
 
-class Matches(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
     """Blocks that pairs of links share.
 
     Parameters
@@ -44,7 +45,9 @@ class Matches(NamedTuple):
 
 
 def matched(
-    first: LinkTable, second: LinkTable, first_key: Ints | None = None,
+    first: LinkTable,
+    second: LinkTable,
+    first_key: Ints | None = None,
     second_key: Ints | None = None,
 ) -> Matches:
     """Return every block that a link of ``first`` and one of ``second`` share.
@@ -63,8 +66,9 @@ def matched(
     grid = Grid.of([first, second])
     a, a_odd = grid.regular_boxes(first)
     b, b_odd = grid.regular_boxes(second)
-    keys = (None, None) if first_key is None else (first_key[a.row], second_key[b.row])
-    i, j = overlapping_pairs(a.lo, a.hi, b.lo, b.hi, *keys)
+    a_key = None if first_key is None else first_key[a.row]
+    b_key = None if second_key is None else second_key[b.row]
+    i, j = overlapping_pairs(a.lo, a.hi, b.lo, b.hi, a_key, b_key)
     found = [_shared(first, a, b, i, j)]
     if len(a_odd) or len(b_odd):
         i, j = _touching(first, second, first_key, second_key)
@@ -95,9 +99,7 @@ def _shared(first: LinkTable, a: BoxTable, b: BoxTable, i: Ints, j: Ints) -> Mat
     """Return the common blocks of pairs of boxes."""
     lo = np.maximum(a.lo[i], b.lo[j])
     extent = np.minimum(a.hi[i], b.hi[j]) - lo
-    link = LinkTable(
-        a.far_at(i, lo), b.far_at(j, lo), extent, a.far_stride[i], b.far_stride[j]
-    )
+    link = LinkTable(a.far_at(i, lo), b.far_at(j, lo), extent, a.far_stride[i], b.far_stride[j])
     row = a.row[i]
     still = (first.extent > 1) & (first.near_stride == 0)
     columns = np.flatnonzero(still.any(axis=0))
@@ -127,6 +129,4 @@ def _met(first: LinkTable, second: LinkTable, i: Ints, j: Ints) -> Matches:
             )
             of_first.append(p)
             of_second.append(q)
-    return Matches(
-        LinkTable.of(links), np.array(of_first, np.int64), np.array(of_second, np.int64)
-    )
+    return Matches(LinkTable.of(links), np.array(of_first, np.int64), np.array(of_second, np.int64))

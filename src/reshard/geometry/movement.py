@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def extract(one: ParamAffineMap, full: Tensor, rank: int, scale_power: int) -> Tensor:
     """Return one rank's shard; see :meth:`ParamAffineMap.extract`."""
-    refuse_scaled_state(one.is_scaled, scale_power)
+    refuse_scaled_state(scale_power, is_scaled=one.is_scaled)
     if rank not in one.shard_shapes:
         raise UsageError("no such rank", rank=rank, expected=list(one.ranks))
     shape = one.shard_shapes[rank]
@@ -40,7 +40,7 @@ def extract(one: ParamAffineMap, full: Tensor, rank: int, scale_power: int) -> T
 
 def rebuild(one: ParamAffineMap, shards: Mapping[int, Tensor], scale_power: int) -> Tensor:
     """Return the full tensor; see :meth:`ParamAffineMap.rebuild`."""
-    refuse_scaled_state(one.is_scaled, scale_power)
+    refuse_scaled_state(scale_power, is_scaled=one.is_scaled)
     kind, bits = _shard_bits(one, shards)
     _refuse_holes(one, bits)
     full = np.zeros(one.numel, flat_bits(kind).dtype)
@@ -56,7 +56,7 @@ def rebuild(one: ParamAffineMap, shards: Mapping[int, Tensor], scale_power: int)
     return like(kind, unscaled, one.logical_shape)
 
 
-def refuse_scaled_state(is_scaled: bool, scale_power: int) -> None:
+def refuse_scaled_state(scale_power: int, *, is_scaled: bool) -> None:
     """Refuse to move an optimizer state through a scale.
 
     Raises
@@ -89,9 +89,7 @@ def sized_bits(tensor: Tensor, size: int, name: str, rank: int | None) -> Bits:
     return bits
 
 
-def rescaled(
-    kind: Tensor, block: Bits, scale: float, scale_power: int, *, divide: bool
-) -> Bits:
+def rescaled(kind: Tensor, block: Bits, scale: float, scale_power: int, *, divide: bool) -> Bits:
     """Return a block of bits times (or divided by) ``scale ** scale_power``, as ``kind`` does."""
     if scale == 1.0 or scale_power == 0 or not block.size:
         return block

@@ -13,6 +13,7 @@ made: :func:`locate` cuts overlapping pieces to their common refinement.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,10 +67,7 @@ def _interned(owners: Groups) -> tuple[Ints, tuple[tuple[int, ...], ...]]:
     """Return the number of each list among the distinct ones, and these."""
     sets: dict[tuple[int, ...], int] = {}
     items, start = owners.items.tolist(), owners.start.tolist()
-    place = [
-        sets.setdefault(tuple(items[a:b]), len(sets))
-        for a, b in zip(start[:-1], start[1:], strict=True)
-    ]
+    place = [sets.setdefault(tuple(items[a:b]), len(sets)) for a, b in pairwise(start)]
     return np.array(place, np.int64), tuple(sets)
 
 
@@ -119,8 +117,7 @@ def nest(outer: ParamAffineMap, inner: Mapping[int, ParamAffineMap]) -> ParamAff
 
 
 def _joined(outer: ParamAffineMap, inner: Mapping[int, ParamAffineMap]) -> PieceTable:
-    """Return the pieces ``F → holder`` that go through a shard, locations those of the inner map.
-    """
+    """Return the pieces ``F → holder`` that go through a shard, located as the inner maps say."""
     below = _stacked({rank: cut.table for rank, cut in inner.items()})
     key = np.repeat(list(inner), [len(cut.table) for cut in inner.values()]).astype(np.int64)
     above = outer.table
@@ -191,9 +188,9 @@ def cut_flat_range(piece: AffinePiece, lo: int, hi: int) -> tuple[AffinePiece, .
     window = make_link(lo, 0, [(hi - lo, 1, 1)])
     found = []
     for part in sorted(meet(from_dest(piece), window)):
-        shape, sources, dests = (
-            tuple(zip(*[(n, f, g) for n, _, f, g in part.dims], strict=True)) or ((), (), ())
-        )
+        shape, sources, dests = tuple(
+            zip(*[(n, f, g) for n, _, f, g in part.dims], strict=True)
+        ) or ((), (), ())
         found.append(
             trusted_piece(
                 shape, part.first, sources, part.second, dests, piece.locations, piece.scale

@@ -1,11 +1,12 @@
 """The affine piece: one strided block of elements, seen from both of its homes.
 
-Theory. A piece says that the elements of one block sit at ``source_offset + Σ i_j·source_strides_j``
-in the logical tensor ``F`` and at ``dest_offset + Σ i_j·dest_strides_j`` in a holder's shard, for
-every index ``0 ≤ i_j < shape_j``. Each side is the argument list of ``torch.as_strided``, so a
-piece runs in either direction without interpretation. ``locations`` names all the ranks that hold
-the same elements (the piece itself belongs to one of them); ``scale`` is the factor the shard
-holds them by, ``shard = F · scale``.
+Theory. A piece says that the elements of one block sit at
+``source_offset + Σ i_j·source_strides_j`` in the logical tensor ``F`` and at
+``dest_offset + Σ i_j·dest_strides_j`` in a holder's shard, for every index ``0 ≤ i_j < shape_j``.
+Each side is the argument list of ``torch.as_strided``, so a piece runs in either direction
+without interpretation. ``locations`` names all the ranks that hold the same elements (the piece
+itself belongs to one of them); ``scale`` is the factor the shard holds them by,
+``shard = F · scale``.
 
 A piece is a value: frozen, hashable, checked when it is built. Its fields are kept as given,
 because a document must be written back as it was read, except where two spellings cannot differ

@@ -96,9 +96,7 @@ class PieceTable:
         )
         for rank, (dest, source, dims), place, scale in columns:
             shape, dests, sources = tuple(zip(*dims, strict=True)) or ((), (), ())
-            piece = trusted_piece(
-                shape, source, sources, dest, dests, self.holders[place], scale
-            )
+            piece = trusted_piece(shape, source, sources, dest, dests, self.holders[place], scale)
             found.setdefault(rank, []).append(piece)
         return found
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from reshard.errors import CompositionError, DocumentError, UsageError
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
 from reshard.geometry.document import as_integer, as_integers, as_list, as_mapping, fields, refuse
+from reshard.geometry.frozen import Frozen
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
@@ -127,7 +128,7 @@ class SegmentTable:
         return grouped_sums(self.source_rank, self.link.numel())
 
 
-class TransferPlan:
+class TransferPlan(Frozen):
     """All copies of one parameter from source shards into target shards.
 
     Parameters
@@ -177,18 +178,18 @@ class TransferPlan:
         object.__setattr__(plan, "_table", table)
         return plan
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"TransferPlan is frozen: cannot set {name}")
-
-    def _value(self) -> tuple[object, ...]:
-        return self.segments, self._source_shapes, self._target_shapes, self._unfilled
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, TransferPlan):
             return NotImplemented
-        return len(self) == len(other) and self._value() == other._value()
+        return (
+            len(self) == len(other)
+            and self._source_shapes == other._source_shapes
+            and self._target_shapes == other._target_shapes
+            and self._unfilled == other._unfilled
+            and self.segments == other.segments
+        )
 
     def __hash__(self) -> int:
         link = self.table.link
@@ -283,22 +284,22 @@ class TransferPlan:
         ScaledStateError
             When a scaled segment would have to scale an optimizer state.
         """
-        refuse_scaled_state(bool((self.table.scale != 1.0).any()), scale_power)
+        refuse_scaled_state(scale_power, is_scaled=bool((self.table.scale != 1.0).any()))
         needed = np.unique(self.table.source_rank).tolist()
         missing = [rank for rank in needed if rank not in source_shards]
         if missing or not source_shards:
             raise UsageError("a source shard is missing", rank=", ".join(map(str, missing)))
         kind = next(iter(source_shards.values()))
-        bits = {rank: self._source_bits(rank, source_shards[rank], kind) for rank in needed}
+        bits = {}
+        for rank in needed:
+            same_kind(source_shards[rank], kind, rank)
+            size = numel(self._source_shapes[rank])
+            bits[rank] = sized_bits(source_shards[rank], size, "a source shard", rank)
         dtype = flat_bits(kind).dtype
         made = {r: np.zeros(numel(shape), dtype) for r, shape in self._target_shapes.items()}
         for segment in self.segments:
             _copy(segment, bits[segment.source_rank], made[segment.target_rank], kind, scale_power)
         return {r: like(kind, array, self._target_shapes[r]) for r, array in made.items()}
-
-    def _source_bits(self, rank: int, shard: Tensor, kind: Tensor) -> Bits:
-        same_kind(shard, kind, rank)
-        return sized_bits(shard, numel(self._source_shapes[rank]), "a source shard", rank)
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan as plain scalars, lists and dictionaries."""
@@ -365,9 +366,10 @@ def _verify_holes(plan: TransferPlan) -> None:
         size, named = numel(shape), plan.unfilled.get(rank, ())
         if written.get(rank, 0) + sum(map(len, named)) != size:
             raise CompositionError("target elements are not accounted for", rank=rank)
-        mine = np.flatnonzero(table.target_rank == rank) if named else []
-        if named and gaps(table.link.take(np.array(mine)).normalised(), size) != list(named):
-            raise CompositionError("holes are not where the plan says", rank=rank)
+        if named:
+            mine = table.link.take(np.flatnonzero(table.target_rank == rank))
+            if gaps(mine.normalised(), size) != list(named):
+                raise CompositionError("holes are not where the plan says", rank=rank)
 
 
 def _copy(segment: Segment, source: Bits, target: Bits, kind: Tensor, scale_power: int) -> None:
@@ -407,9 +409,7 @@ def _read_segment(value: object, path: str) -> Segment:
     )
 
 
-def _read_end(
-    value: object, path: str, shape: tuple[int, ...]
-) -> tuple[int, int, tuple[int, ...]]:
+def _read_end(value: object, path: str, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     triple = as_list(value, path)
     if len(triple) != 3:
         refuse(path, "not a triple", "[rank, offset, strides]", value)

@@ -154,9 +154,7 @@ class Arrangement:
         cut = chosen[~whole[boxes.row[chosen]]]
         lo, hi, cells, counts = self._cells.inside(kinds[cut])
         cut = np.repeat(cut, counts)
-        pieces = BoxTable(
-            lo, hi, boxes.far_at(cut, lo), boxes.far_stride[cut], boxes.row[cut]
-        )
+        pieces = BoxTable(lo, hi, boxes.far_at(cut, lo), boxes.far_stride[cut], boxes.row[cut])
         cut_links = self._grid.links(pieces, self._space[pieces.row])
         first_cell = self._cells.first_cell(kinds[lead])
         table = concatenated(
@@ -218,9 +216,7 @@ class _Cells:
     @classmethod
     def of(cls, classes: BoxTable, space: Ints, owners: Groups) -> _Cells:
         count = len(classes)
-        i, j = overlapping_pairs(
-            classes.lo, classes.hi, classes.lo, classes.hi, space, space
-        )
+        i, j = overlapping_pairs(classes.lo, classes.hi, classes.lo, classes.hi, space, space)
         crossing = np.zeros(count, bool)
         crossing[i[i != j]] = True
         if not crossing.any():
@@ -251,7 +247,12 @@ class _Cells:
         first = np.zeros(len(order), bool)
         first[order[starts_of(label)]] = True
         return cls(
-            all_lo, all_hi, crossing, Groups(start, np.arange(len(cell))), _picked(sets, cell), first
+            all_lo,
+            all_hi,
+            crossing,
+            Groups(start, np.arange(len(cell))),
+            _picked(sets, cell),
+            first,
         )
 
     def distinct_volume(self) -> int:
@@ -285,13 +286,16 @@ def _compressed_cells(lo: Ints, hi: Ints, space: Ints) -> tuple[Ints, Ints, Ints
 
     Returns, for each cell, the box that it is of (ascending), and its bounds.
     """
-    axes = lo.shape[1]
+    axes, boxes = lo.shape[1], len(lo)
     first, steps, borders = [], [], []
     for axis in range(axes):
-        place, kinds = places_of(np.concatenate([lo[:, axis], hi[:, axis]]))
-        first.append(place[: len(lo)])
-        steps.append(place[len(lo) :] - place[: len(lo)])
-        borders.append(kinds)
+        border = np.concatenate([lo[:, axis], hi[:, axis]])
+        order, label = classes_of([np.concatenate([space, space]), border])
+        place = np.empty(2 * boxes, np.int64)
+        place[order] = label
+        first.append(place[:boxes])
+        steps.append(place[boxes:] - place[:boxes])
+        borders.append(border[order[starts_of(label)]])
     counts = np.prod(steps, axis=0)
     if counts.astype(float).sum() > MOST_BOXES:
         raise UnsupportedError(

@@ -14,7 +14,7 @@ Choose = Callable[[tuple[int, ...], int], int]
 """A replica policy: ``(locations, target_rank) -> source_rank``."""
 
 
-def lowest_rank(locations: tuple[int, ...], target_rank: int) -> int:
+def lowest_rank(locations: tuple[int, ...], _target_rank: int) -> int:
     """Read from the lowest rank that holds the element; the default.
 
     >>> lowest_rank((2, 5, 7), 5)
@@ -32,7 +32,7 @@ def same_rank_first(locations: tuple[int, ...], target_rank: int) -> int:
     return target_rank if target_rank in locations else locations[0]
 
 
-def balanced(locations: tuple[int, ...], target_rank: int) -> int:
+def balanced(locations: tuple[int, ...], _target_rank: int) -> int:
     """Share reads out among holders so that the busiest source rank gives as little as it can.
 
     :func:`~reshard.geometry.compose` knows this policy by name and solves it for the whole plan,

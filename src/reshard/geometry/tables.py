@@ -45,7 +45,7 @@ class LinkTable:
     @property
     def dims(self) -> int:
         """Number of dimension columns."""
-        return self.extent.shape[1]
+        return int(self.extent.shape[1])
 
     @classmethod
     def of(cls, links: Sequence[Link]) -> LinkTable:
@@ -93,7 +93,7 @@ class LinkTable:
 
     def numel(self) -> Ints:
         """Number of elements of each row."""
-        return self.extent.prod(axis=1)
+        return np.asarray(self.extent.prod(axis=1))
 
     def repeats(self) -> bool:
         """Tell whether some row names a near address many times, by a near stride of 0."""
@@ -101,11 +101,11 @@ class LinkTable:
 
     def near_stop(self) -> Ints:
         """One past the largest near offset of each row."""
-        return self.near + ((self.extent - 1) * self.near_stride).sum(axis=1) + 1
+        return np.asarray(self.near + ((self.extent - 1) * self.near_stride).sum(axis=1) + 1)
 
     def far_stop(self) -> Ints:
         """One past the largest far offset of each row."""
-        return self.far + ((self.extent - 1) * self.far_stride).sum(axis=1) + 1
+        return np.asarray(self.far + ((self.extent - 1) * self.far_stride).sum(axis=1) + 1)
 
     def padded(self, dims: int) -> LinkTable:
         """Return the table with more dimension columns."""
@@ -198,7 +198,9 @@ def expanded(starts: Ints, counts: Ints) -> Ints:
     """
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return np.asarray(
+        np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    )
 
 
 def classes_of(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -297,7 +299,7 @@ def clusters(table: LinkTable, spaces: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     >>> clusters(table, np.zeros(3, np.int64))[0].tolist()
     [0, 1, 0]
     """
-    order, label = classes_of([spaces, table.near])
+    order, _ = classes_of([spaces, table.near])
     near, stop, space = table.near[order], table.near_stop()[order], spaces[order]
     new = np.ones(len(order), bool)
     new[1:] = space[1:] != space[:-1]

@@ -33,6 +33,17 @@ from reshard.geometry.piece import AffinePiece
 
 Partition = Callable[[Tensor, int], Tensor]
 """A partition function: ``(full tensor, rank) -> that rank's shard``."""
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a function raises that cannot work on what it was given."""
 Values = NDArray[np.float64]
 Offsets = NDArray[np.int64]
 
@@ -121,9 +132,7 @@ def _noise(total: int) -> Values:
     return np.asarray(signs * random.uniform(1, 2, total) * 2.0 ** random.integers(-12, 12, total))
 
 
-def _explain(
-    run: _Runner, noise: Values, out: Values, rank: int, at: int, ones: Values
-) -> None:
+def _explain(run: _Runner, noise: Values, out: Values, rank: int, at: int, ones: Values) -> None:
     """Raise the error that says in which way a function is not a view."""
     zeros, _ = run(np.zeros(len(noise)))
     if zeros.any():
@@ -136,10 +145,11 @@ def _explain(
     both, _ = run(noise + other)
     what = "the partition function depends on the values that it cuts"
     if alone.shape == both.shape == out.shape:
-        if np.allclose(both, out + alone, rtol=1e-9, atol=1e-12):
+        linear = np.allclose(both, out + alone, rtol=1e-9, atol=1e-12)
+        if linear and ones[at] == 0 and out[at] == 0:
+            what = "the partition function makes elements that are in no way part of F"
+        elif linear:
             what = "the partition function adds or averages several elements"
-            if ones[at] == 0 and out[at] == 0:
-                what = "the partition function makes elements that are in no way part of F"
     raise TraceError(
         what,
         rank=rank,
@@ -163,11 +173,11 @@ def _runner(partition: Partition, shape: tuple[int, ...], rank: int) -> _Runner:
         run(np.ones(numel(shape)))
     except TraceError:
         raise
-    except Exception as refused:
+    except _REFUSALS as refused:
         plain = False
         try:
             run(np.ones(numel(shape)))
-        except Exception as failed:
+        except _REFUSALS as failed:
             raise TraceError(
                 f"the partition function failed: {type(failed).__name__}: {failed}", rank=rank
             ) from refused
@@ -206,7 +216,9 @@ def _holder_sets(
         held = np.zeros(total, np.int64)
         held[offsets[rank]] = 1
         kinds, labels = np.unique(labels * 2 + held, return_inverse=True)
-        sets = [(*sets[kind // 2], rank) if kind % 2 else sets[kind // 2] for kind in kinds.tolist()]
+        sets = [
+            (*sets[kind // 2], rank) if kind % 2 else sets[kind // 2] for kind in kinds.tolist()
+        ]
     return labels, sets
 
 
@@ -232,7 +244,9 @@ def _runs(view: _View, labels: Offsets) -> list[tuple[int, int, int, int, int, f
         last = at + 1 if at < len(steps) and joined[at] else at
         step = int(steps[first]) if last > first else 1
         source = int(view.offsets[first])
-        found.append((first, last - first + 1, source, step, int(here[first]), float(view.scales[first])))
+        found.append(
+            (first, last - first + 1, source, step, int(here[first]), float(view.scales[first]))
+        )
         first = last + 1
     if first < size:
         source = int(view.offsets[first])

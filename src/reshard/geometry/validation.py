@@ -62,7 +62,9 @@ class Subject:
         (owned,) = self.table.take(np.array([row])).pieces().values()
         return owned[0]
 
-    def refuse(self, what: str, broken: str, row: int, offset: int, **said: object) -> InvalidMapError:
+    def refuse(
+        self, what: str, broken: str, row: int, offset: int, **said: object
+    ) -> InvalidMapError:
         """Return the error for one piece."""
         return InvalidMapError(
             f"{what}: {self.piece(row)}",
@@ -134,7 +136,7 @@ def _check_injective(subject: Subject, row: int, link: Link) -> None:
 
 
 def _refuse_written_twice(subject: Subject, arrangement: Arrangement) -> None:
-    parts, rows, owners = arrangement.parts()
+    parts, _, owners = arrangement.parts()
     twice = np.flatnonzero(owners.counts > 1)
     first = twice[np.argmin(parts.near[twice])]
     raise subject.refuse(

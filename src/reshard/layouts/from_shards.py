@@ -4,11 +4,14 @@ Theory. A checkpoint holds shards, so their extents need not be stated: how wide
 is, is the extent of its shard. These functions take the shapes that the files have and one word
 about the cut, and give the map; they refuse shapes that the word cannot have made. A rank that
 holds no element may be absent; its part has a width of 0.
+
+A model of many equal layers asks the same many times, so answers are kept: maps are values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from reshard.errors import LayoutError
 from reshard.geometry import ParamAffineMap
@@ -81,7 +84,12 @@ def replicated(shards: Shards, degree: int, scale: float = 1.0) -> ParamAffineMa
         raise LayoutError(
             "a replicated parameter has not one shape on all ranks", found=dict(shards)
         )
-    return replicated_map(next(iter(shards.values())), degree, scale)
+    return _replicated(next(iter(shards.values())), degree, scale)
+
+
+@lru_cache(maxsize=1024)
+def _replicated(shape: Shape, degree: int, scale: float) -> ParamAffineMap:
+    return replicated_map(shape, degree, scale)
 
 
 def concatenated(shards: Shards, dim: int, degree: int) -> ParamAffineMap:
@@ -103,6 +111,11 @@ def concatenated(shards: Shards, dim: int, degree: int) -> ParamAffineMap:
     (4, 2)
     """
     shape, sizes = joined(shards, dim, degree)
+    return _concatenated(shape, tuple(sizes), dim)
+
+
+@lru_cache(maxsize=1024)
+def _concatenated(shape: Shape, sizes: Shape, dim: int) -> ParamAffineMap:
     return contiguous_split_map(shape, sizes, dim)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError
 from tests.formats.deepspeed.mixture_files import Mixture, write
-from tests.formats.deepspeed.reading import opened, wrong_states
+from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
 
 EVEN = ((0, 1), (2, 3))
 UNEVEN = ((3,), (0, 2, 1))
@@ -74,6 +75,32 @@ def test_random_placements_are_exact(mixture: Mixture) -> None:
     exact(mixture)
 
 
+def as_last_stage(value: Any) -> Any:
+    """The same content with the names of the other end of a pipeline."""
+    if isinstance(value, dict):
+        return type(value)((as_last_stage(k), as_last_stage(v)) for k, v in value.items())
+    if isinstance(value, list):
+        return [as_last_stage(item) for item in value]
+    if isinstance(value, str):
+        return value.replace("layers.0", "layers.9").replace("dense.weight", "tail.weight")
+    return value
+
+
+def test_layers_are_counted_anew_on_every_pipeline_stage(tmp_path: Path) -> None:
+    """Both stages have a layer 0; the number of the rank in the file names tells them apart."""
+    mixture = Mixture(UNEVEN, edp=2, layers=1)
+    folder = write(mixture, tmp_path / "step3")
+    for file in sorted(folder.iterdir()):
+        content = as_last_stage(torch.load(file, weights_only=False))
+        torch.save(content, folder / file.name.replace("mp_rank_00", "mp_rank_01"))
+    degrees = {"pp_degree": 2, "tp_degree": 1}
+    stated = {"mp_world_size": 2, "checkpoint_parallel_dimensions": degrees}
+    rewrite(folder, "mp_rank_*", lambda model: model.update(stated))
+    checkpoint = opened(folder)
+    assert wrong_states(checkpoint, {**mixture.full(), **as_last_stage(mixture.full())}) == []
+    assert (checkpoint.topology.pp, checkpoint.topology.ep) == (2, 2)
+
+
 def test_the_universal_loader_is_told_how_to_cut_experts(tmp_path: Path) -> None:
     checkpoint = opened(write(Mixture(EVEN), tmp_path / "step3"))
     keys = checkpoint.extras["restore_keys"].value
@@ -95,4 +122,4 @@ def test_a_part_may_be_longer_than_one_expert() -> None:
 def test_values_are_told_apart() -> None:
     full = Mixture(EVEN).full()
     everything = torch.cat([t.flatten() for states in full.values() for t in states.values()])
-    assert len(everything.unique()) == len(everything)
+    assert len(set(everything.tolist())) == len(everything)

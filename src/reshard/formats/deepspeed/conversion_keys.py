@@ -43,7 +43,7 @@ from reshard.formats.layout_source import (
     located,
     require_fit,
 )
-from reshard.formats.patterns import PatternTable
+from reshard.formats.patterns import PatternTable, quoted
 
 DEFAULT = "no pattern, so one after the other on dim 0"
 """Provenance of a parameter that no pattern names."""
@@ -80,7 +80,7 @@ class KeyRule:
         return VOCABULARY if self.branch is None else self.branch.value
 
     def __str__(self) -> str:
-        return f"{self.key} {self.text!r}"
+        return f"{self.key} {quoted(self.text)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,7 @@ class ConversionKeys(LayoutSource):
                     yield f"no parameter matches {rule}"
         for waiver in sorted(self.waived.difference(self.rules.texts, self.vocabulary.texts)):
             if waiver not in names:
-                yield f"what is waived is neither a pattern nor a parameter: {waiver!r}"
+                yield f"what is waived is neither a pattern nor a parameter: {quoted(waiver)}"
 
     def unclear(self, shapes: Mapping[str, Mapping[int, Shape]]) -> Iterator[str]:
         """See :class:`LayoutSource`."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.deepspeed.experts import AutoEP, ExpertLayer, ExpertPlace
@@ -175,8 +174,9 @@ def fused_buffers(
 
 def require_local_shapes(shapes: Shapes, autoep: AutoEP, ep_rank: int, file: str) -> None:
     """Refuse when a rank's shards do not hold as many experts as the placement gives it."""
+    layers = autoep.by_name
     for name, shape in shapes.items():
-        layer = autoep.by_name[name]
+        layer = layers[name]
         expected = layer.local_shape(ep_rank, tuple(shape[1:]))
         if not shape or tuple(shape) != expected:
             raise CheckpointError(
@@ -387,8 +387,3 @@ def refuse_untold_order(pool: Sequence[Part], ep: int, what: str) -> Unsupported
         expected=f"{ep} EP ranks of {len(pool) // ep} replicas each",
         next_step="give DeepSpeed its configuration as a dict, not as a path, and save again",
     )
-
-
-def numel_of(shapes: Shapes) -> int:
-    """Elements of all shards of a buffer."""
-    return sum(prod(shape) for shape in shapes.values())

@@ -216,7 +216,7 @@ def _require_partitioned(experts: Experts) -> None:
 
 
 def leftover_fused(
-    experts: Experts, trained: Iterable[str], listed: Iterable[str]
+    experts: Experts, found: Iterable[str], trained: Iterable[str]
 ) -> list[StoredTensor]:
     """Fused parameters that are in no optimizer file, from the expert files.
 
@@ -224,14 +224,14 @@ def leftover_fused(
     ----------
     experts
         The experts.
-    trained
+    found
         Names that were found in optimizer files.
-    listed
-        Names that `param_shapes` lists: a trainer trains these, whatever the optimizer files say.
+    trained
+        Names that the trainer trains, whatever the optimizer files have of them.
     """
     if experts.autoep is None or experts.autoep.partitioned:
         return []
-    known, meant = set(trained), set(listed)
+    known, meant = set(found), set(trained)
     tensors = []
     for layer in experts.autoep.layers.values():
         roles = {

@@ -69,19 +69,25 @@ def group_names(
             for group in owned
             for name in (found.groups[group] if group < len(found.groups) else ())
         ]
-        for owned in ranks[0, 0].members
+        for owned in _fullest(ranks).members
     ]
 
 
+def _fullest(ranks: Mapping[tuple[int, int], OptimizerStates]) -> OptimizerStates:
+    """The first rank with the most groups: a stage or a rank without experts may have fewer."""
+    return max(ranks.values(), key=lambda rank: (len(rank.param_groups), len(rank.groups)))
+
+
 def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[str, Extra]:
-    first = ranks[0, 0]
+    first = _fullest(ranks)
     settings = {key: value for key, value in first.settings.items() if key not in OF_THE_PARTITIONS}
     require_one_value(
         {rank.file: rank.settings.get("loss_scaler") for rank in ranks.values()}, "the loss scaler"
     )
-    require_one_value(
-        {rank.file: _numbers(rank.param_groups) for rank in ranks.values()}, "the hyperparameters"
-    )
+    numbers = {rank.file: _numbers(rank.param_groups) for rank in ranks.values()}
+    for index in range(len(first.param_groups)):
+        stated = {file: groups[index] for file, groups in numbers.items() if index < len(groups)}
+        require_one_value(stated, f"the hyperparameters of group {index}")
     return {
         "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
         "optimizer_settings": Extra(settings, first.file),

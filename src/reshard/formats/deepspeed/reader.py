@@ -283,6 +283,7 @@ class _Reading:
 
     def _add_module(self, tensors: list[ModuleTensor], governor: Governor) -> None:
         governed = governor.govern_module(tensors)
+        trained = self._trained()
         for tensor in tensors:
             outer = governed[tensor.name]
             record = next(iter(tensor.shards.values())).record
@@ -295,7 +296,7 @@ class _Reading:
                 {column: shard.stretches for column, shard in tensor.shards.items()},
             )
             # without optimizer files, the model's weights are all there is of trained parameters
-            role = Role.PARAMETER if self._is_trained(tensor.name) else tensor.role
+            role = Role.PARAMETER if tensor.name in trained else tensor.role
             self.tensors[tensor.name, MASTER] = StoredTensor(
                 tensor.name,
                 MASTER,
@@ -306,15 +307,15 @@ class _Reading:
                 outer.provenance,
             )
 
-    def _is_trained(self, name: str) -> bool:
-        return name in self.listed or any(name in group for group in self.found.groups)
+    def _trained(self) -> set[str]:
+        """Names that the trainer trains, whether their optimizer states are there or not."""
+        return set(self.listed).union(*self.found.groups)
 
     def _add_fused(self) -> None:
         """Fused experts that no optimizer file has, from their own files."""
         if self.stage == 3:
             return
-        meant = filter(self._is_trained, self.experts.fused)
-        for tensor in leftover_fused(self.experts, self.found.shards, meant):
+        for tensor in leftover_fused(self.experts, self.found.shards, self._trained()):
             self.tensors[tensor.key] = tensor
 
     # ----- the result

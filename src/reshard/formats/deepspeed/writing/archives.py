@@ -8,7 +8,7 @@ its bytes become literals, so an output file needs nothing but the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,13 @@ from reshard.formats.checkpoint import Scalar, TensorKey
 from reshard.formats.deepspeed.writing.flat_groups import Window
 from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot
-from reshard.formats.torch_archive import NewTensor, StorageSlot, crc32, lay_out_archive
+from reshard.formats.torch_archive import (
+    ArchiveLayout,
+    NewTensor,
+    StorageSlot,
+    crc32,
+    lay_out_archive,
+)
 from reshard.geometry import ParamAffineMap
 
 Label = tuple[str, ...]
@@ -78,22 +84,59 @@ class Bulk:
         return NewTensor(dtype, (numel,), label=label)
 
 
-def output_file(path: str, root: object, bulk: Bulk) -> OutputFile:
-    """Lay out one archive.
+FOLDER = "archive"
+"""Name of the folder inside every archive, as torch names it when it writes to a stream."""
+
+
+@dataclass(slots=True)
+class ArchiveShelf:
+    """Layouts of archives whose trees are the same for several ranks; only their bulk differs.
+
+    Parameters
+    ----------
+    made
+        Layouts by kind of file.
+    """
+
+    made: dict[Hashable, ArchiveLayout] = field(default_factory=dict)
+
+    def file(self, path: str, root: object, bulk: Bulk, kind: Hashable) -> OutputFile:
+        """Lay out one file.
+
+        Parameters
+        ----------
+        path
+            Relative to the output folder.
+        root
+            The tree.
+        bulk
+            What goes into its storages.
+        kind
+            Equal for files whose trees are equal; None for a tree of its own.
+        """
+        layout = self.made.get(kind) if kind is not None else None
+        if layout is None:
+            layout = lay_out_archive(root, FOLDER)
+            if kind is not None:
+                self.made[kind] = layout
+        return output_file(path, layout, bulk)
+
+
+def output_file(path: str, layout: ArchiveLayout, bulk: Bulk) -> OutputFile:
+    """An archive as an output file.
 
     Parameters
     ----------
     path
         Relative to the output folder.
-    root
-        The tree.
+    layout
+        The archive.
     bulk
         What goes into its storages.
     """
-    archive = lay_out_archive(root, path.rsplit("/", 1)[-1].removesuffix(".pt"))
-    literals = list(archive.literals)
+    literals = list(layout.literals)
     slots = []
-    for slot in archive.slots:
+    for slot in layout.slots:
         if slot.source is not None:
             literals += _carried_bytes(slot)
             continue
@@ -101,7 +144,7 @@ def output_file(path: str, root: object, bulk: Bulk) -> OutputFile:
             raise InternalError("a storage has no label", file=path, found=slot.key)
         fills = bulk.fills[slot.label]
         slots.append(Slot(slot.offset, slot.nbytes, fills, slot.crc_offsets))
-    return OutputFile(path, archive.size, tuple(sorted(literals)), tuple(slots))
+    return OutputFile(path, layout.size, tuple(sorted(literals)), tuple(slots))
 
 
 def _carried_bytes(slot: StorageSlot) -> Iterator[tuple[int, bytes]]:
@@ -121,8 +164,3 @@ def scalar_value(scalar: Scalar) -> object:
         return scalar.value
     data = np.array(scalar.value, dtype=scalar.dtype.numpy()).tobytes()
     return NewTensor(scalar.dtype, (), data=data)
-
-
-def texts(mapping: Mapping[object, object]) -> dict[str, object]:
-    """A mapping with its keys as text."""
-    return {str(key): value for key, value in mapping.items()}

@@ -47,6 +47,11 @@ class Group:
         """Whether Muon updates its matrices."""
         return self.settings.get("use_muon") is True
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its parameters are experts, spread over an expert-parallel group."""
+        return self.settings.get("moe") is True
+
 
 @dataclass(frozen=True, slots=True)
 class HeldStates:

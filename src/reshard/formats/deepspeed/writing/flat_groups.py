@@ -7,9 +7,10 @@ map (:class:`Window`), and the planner does the rest.
 
 A :class:`FlatGroup` is one buffer of one model-parallel rank (a *column* of the grid): under ZeRO-1
 and 2 a parameter group, under ZeRO-3 a sub-group. Its :class:`FlatPartition` values are what the
-data-parallel ranks hold of it. States are flat tensors as long as the partition, but for one: Muon
-under ZeRO-1 and 2 keeps the momentum of every matrix that touches a partition whole, one after the
-other.
+data-parallel ranks hold of it. Of experts a column has one buffer for each EP rank, side by side in
+a :class:`Bank`, and each data-parallel rank takes part in one of them. States are flat tensors as
+long as the partition, but for one: Muon under ZeRO-1 and 2 keeps the momentum of every matrix that
+touches a partition whole, one after the other.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from math import prod
 from reshard.errors import UnsupportedError
 from reshard.formats.assembly import Assembler, Stretch
 from reshard.formats.checkpoint import Region
-from reshard.formats.deepspeed.writing.contents import Contents, Group, HeldStates
+from reshard.formats.deepspeed.writing.contents import Contents, HeldStates
 from reshard.formats.deepspeed.writing.cuts import Cut
+from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid
 from reshard.formats.deepspeed.writing.flat_rules import (
     alignment_paddings,
     deal_order,
@@ -115,14 +117,44 @@ class FlatGroup:
     partitions: tuple[FlatPartition, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """A flat buffer as the ranks of one column see it.
+
+    Parameters
+    ----------
+    shards
+        The buffer; of experts one for each EP rank.
+    experts
+        Where ranks stand among the experts; None for a dense buffer.
+    """
+
+    shards: tuple[FlatGroup, ...]
+    experts: ExpertGrid | None = None
+
+    @property
+    def first(self) -> FlatGroup:
+        """The buffer of the first rank; all have the same shapes."""
+        return self.shards[0]
+
+    def held_by(self, dp_rank: int) -> tuple[FlatGroup, int]:
+        """The buffer that a data-parallel rank shares, and which partition of it is its own."""
+        if self.experts is None:
+            return self.shards[0], dp_rank
+        return self.shards[self.experts.ep_rank(dp_rank)], self.experts.edp_rank(dp_rank)
+
+
 # --------------------------------------------------------------------------- first pass: the cut
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A flat buffer of one column, in integers."""
+    """A flat buffer of one shard of a parameter group, in integers.
 
-    column: int
+    `shard` is the column, or the EP rank of experts.
+    """
+
+    shard: int
     param_group: int
     shapes: Mapping[str, tuple[int, ...]]
     alignment: tuple[int, ...]
@@ -131,11 +163,12 @@ class _Buffer:
     paddings: tuple[int, ...]
 
 
-def flat_groups(
+def flat_banks(
     contents: Contents,
     options: NativeOptions,
     cuts: Mapping[str, Cut],
-) -> tuple[tuple[FlatGroup, ...], ...]:
+    experts: ExpertGrid | None,
+) -> tuple[tuple[Bank, ...], ...]:
     """The flat buffers of every column, for ZeRO-1, 2 and 3.
 
     Parameters
@@ -143,106 +176,131 @@ def flat_groups(
     contents, options
         What is written, and for which topology.
     cuts
-        How every trained parameter is cut over columns.
+        How every trained parameter is cut over columns, experts over EP ranks.
+    experts
+        Where the experts are, None for a model without.
 
     Returns
     -------
-    tuple of tuple of FlatGroup
+    tuple of tuple of Bank
         By column, in the order of the buffers.
     """
-    buffers = [
-        buffer
+    rows = [
+        (column, group.has_experts, row)
         for column in range(options.mp)
         for index, group in enumerate(contents.groups)
-        for buffer in _buffers(contents, options, cuts, column, index, group)
+        for row in _rows(contents, options, cuts, (column, index), experts)
     ]
-    windows = _windows(buffers, cuts)
-    columns: list[list[FlatGroup]] = [[] for _ in range(options.mp)]
-    for number, buffer in enumerate(buffers):
-        held = [windows[number, rank] for rank in range(options.dp)]
-        columns[buffer.column].append(_flat_group(contents, options, cuts, buffer, held))
-    return tuple(tuple(groups) for groups in columns)
+    windows = _windows([buffer for _, _, row in rows for buffer in row], cuts)
+    columns: list[list[Bank]] = [[] for _ in range(options.mp)]
+    at = 0
+    for column, has_experts, row in rows:
+        shards = []
+        for buffer in row:
+            held = [windows[at, rank] for rank in range(len(buffer.lengths))]
+            shards.append(_flat_group(contents, options, cuts, buffer, held))
+            at += 1
+        columns[column].append(Bank(tuple(shards), experts if has_experts else None))
+    return tuple(tuple(banks) for banks in columns)
+
+
+def _rows(
+    contents: Contents,
+    options: NativeOptions,
+    cuts: Mapping[str, Cut],
+    place: tuple[int, int],
+    experts: ExpertGrid | None,
+) -> Iterator[tuple[_Buffer, ...]]:
+    """The buffers of one parameter group on one column; of experts, side by side by EP rank."""
+    index = place[1]
+    if experts is None or not contents.groups[index].has_experts:
+        for buffer in _buffers(contents, options, cuts, place, options.dp):
+            yield (buffer,)
+        return
+    by_rank = [
+        list(_buffers(contents, options, cuts, (rank, index), experts.edp))
+        for rank in range(experts.ep)
+    ]
+    yield from zip(*by_rank, strict=True)
 
 
 def _buffers(
     contents: Contents,
     options: NativeOptions,
     cuts: Mapping[str, Cut],
-    column: int,
-    index: int,
-    group: Group,
+    place: tuple[int, int],
+    partitions: int,
 ) -> Iterator[_Buffer]:
-    """The buffers of one parameter group on one column."""
-    shards = {
-        name: cuts[name].shapes[column]
-        for name in group.names
-        if prod(cuts[name].shapes.get(column, (0,)))
+    """The buffers of one parameter group on one shard: several only under ZeRO-3."""
+    shard, index = place
+    shapes = {
+        name: cuts[name].shapes[shard]
+        for name in contents.groups[index].names
+        if prod(cuts[name].shapes.get(shard, (0,)))
     }
-    if not shards:
+    if not shapes:
         raise UnsupportedError(
             "an optimizer group would have no parameter on a model-parallel rank",
-            rank=f"mp {column}",
+            rank=f"mp {shard}",
             found=f"group {index}",
             next_step="DeepSpeed cannot train such a group; choose another topology",
         )
     if options.stage == 3:
-        yield from _per_parameter(contents, options, shards, column, index)
+        yield from _per_parameter(contents, options, shapes, place, partitions)
     else:
-        yield _contiguous(contents, options, shards, column, index)
+        yield _contiguous(contents, options, shapes, place, partitions)
 
 
 def _contiguous(
     contents: Contents,
     options: NativeOptions,
-    shards: Mapping[str, tuple[int, ...]],
-    column: int,
-    index: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    place: tuple[int, int],
+    partitions: int,
 ) -> _Buffer:
     """ZeRO-1 and 2: end to end, in the configured order, and cut into equal parts."""
     config = contents.config
-    names = list(shards)
+    names = list(shapes)
     plain = config.uses_bf16_optimizer(options.stage, contents.model_dtype)
     if config.round_robin and not plain:
-        names = [names[position] for position in deal_order(len(names), options.dp)]
-    numels = [prod(shards[name]) for name in names]
+        names = [names[position] for position in deal_order(len(names), partitions)]
+    numels = [prod(shapes[name]) for name in names]
     aligned = config.parameter_alignment and not plain
     itemsize = contents.dtypes[names[0]].itemsize
     alignment = alignment_paddings(numels, itemsize) if aligned else (0,) * len(numels)
     _, end = flat_offsets(numels, alignment)
-    length = partition_length(end, options.dp)
+    length = partition_length(end, partitions)
     return _Buffer(
-        column,
-        index,
-        {name: shards[name] for name in names},
+        *place,
+        {name: shapes[name] for name in names},
         alignment,
         tuple(contiguous_partition(numels, length, alignment)),
-        (length,) * options.dp,
-        tuple(tail_padding(end, length, rank) for rank in range(options.dp)),
+        (length,) * partitions,
+        tuple(tail_padding(end, length, rank) for rank in range(partitions)),
     )
 
 
 def _per_parameter(
     contents: Contents,
     options: NativeOptions,
-    shards: Mapping[str, tuple[int, ...]],
-    column: int,
-    index: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    place: tuple[int, int],
+    partitions: int,
 ) -> Iterator[_Buffer]:
     """ZeRO-3: each shard by itself, in as many sub-groups as the configured size makes."""
-    names = list(shards)
-    numels = [prod(shards[name]) for name in names]
+    names = list(shapes)
+    numels = [prod(shapes[name]) for name in names]
     size = options.sub_group_size or contents.config.sub_group_size
-    for positions in split_sub_groups(numels, options.dp, size):
+    for positions in split_sub_groups(numels, partitions, size):
         owned = [numels[position] for position in positions]
-        length = per_parameter_length(owned, options.dp)
+        length = per_parameter_length(owned, partitions)
         yield _Buffer(
-            column,
-            index,
-            {names[position]: shards[names[position]] for position in positions},
+            *place,
+            {names[position]: shapes[names[position]] for position in positions},
             (),
-            tuple(per_parameter_partition(owned, options.dp)),
-            (length,) * options.dp,
-            (0,) * options.dp,
+            tuple(per_parameter_partition(owned, partitions)),
+            (length,) * partitions,
+            (0,) * partitions,
         )
 
 
@@ -265,7 +323,7 @@ def _windows(
         for rank in range(len(buffer.lengths))
     }
     for name, parts in by_name.items():
-        fragments = [(buffers[number].column, part) for number, part in parts]
+        fragments = [(buffers[number].shard, part) for number, part in parts]
         composed, holders = compose_fragments(assembler, name, cuts[name], fragments)
         for (number, part), holder in zip(parts, holders, strict=True):
             target = composed if holder is not None else None
@@ -339,7 +397,7 @@ def _whole(windows: Sequence[Window], cuts: Mapping[str, Cut], buffer: _Buffer) 
     start = 0
     for window in windows:
         numel = prod(buffer.shapes[window.name])
-        yield Window(window.name, cuts[window.name].map, buffer.column, start, numel)
+        yield Window(window.name, cuts[window.name].map, buffer.shard, start, numel)
         start += numel
 
 

@@ -25,12 +25,15 @@ from dataclasses import dataclass
 from math import prod
 
 from reshard.formats.assembly import Assembler
+from reshard.formats.deepspeed.info_entry import INFO_VERSION
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import Bulk
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut
-from reshard.formats.deepspeed.writing.flat_groups import FlatGroup, compose_fragments
+from reshard.formats.deepspeed.writing.expert_grid import PATTERNS, ExpertGrid
+from reshard.formats.deepspeed.writing.flat_groups import Bank, compose_fragments
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.settings import INFO
 from reshard.formats.torch_archive import NewTensor, Size
 from reshard.layouts.flat import ceil_div, per_parameter_partition
 
@@ -53,8 +56,13 @@ ORDERED = (
     "checkpoint_parallel_dimensions",
     "ds_config",
     "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
 )
 """Keys that DeepSpeed itself writes, in its order; what the client added comes after them."""
+
+OPTIONAL = frozenset(("global_samples", "num_experts", "ds_autoep_layers"))
+"""Those of them that not every file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,11 @@ class Column:
     contents, options
         What is written, and for which topology.
     cuts
-        How every parameter and buffer is cut over columns.
-    groups
+        How every parameter and buffer is cut over columns, experts over EP ranks.
+    banks
         Its flat buffers; empty without ZeRO.
+    experts
+        Where the experts are, None for a model without.
     part
         What its file says besides the model: counters, schedulers, client state.
     """
@@ -79,7 +89,8 @@ class Column:
     contents: Contents
     options: NativeOptions
     cuts: Mapping[str, Cut]
-    groups: Sequence[FlatGroup]
+    banks: Sequence[Bank]
+    experts: ExpertGrid | None
     part: Mapping[str, object]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -89,9 +100,17 @@ class Column:
     @property
     def unoptimized(self) -> list[str]:
         """Parameters of the column that are in no flat buffer: frozen ones, and empty shards."""
-        names = [name for group in self.contents.groups for name in group.names]
+        names = [
+            name for group in self.contents.groups for name in group.names if not group.has_experts
+        ]
         empty = [name for name in names if self.shape(name) is not None and not self._numel(name)]
         return [name for name in (*self.contents.frozen, *empty) if self.shape(name) is not None]
+
+    @property
+    def module(self) -> list[str]:
+        """Names of the state dict; experts are not in it."""
+        experts = self.experts.names if self.experts is not None else frozenset()
+        return [name for name in self.contents.module if name not in experts]
 
     def _numel(self, name: str) -> int:
         return prod(self.shape(name) or (0,))
@@ -119,7 +138,7 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         "module": module,
         "buffer_names": [name for name in contents.module if name in set(contents.buffers)],
         "optimizer": optimizer,
-        "param_shapes": [_sizes(group.shapes) for group in column.groups] or None,
+        "param_shapes": [_sizes(bank.first.shapes) for bank in column.banks] or None,
         "frozen_param_shapes": _frozen_shapes(column) if keeps_frozen else None,
         "shared_params": _shared(column, rank),
         "frozen_param_fragments": _frozen_fragments(column, rank, bulk) if keeps_frozen else None,
@@ -127,9 +146,25 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         "mp_world_size": options.mp,
         "checkpoint_parallel_dimensions": {"pp_degree": options.pp, "tp_degree": options.tp},
     }
-    root = {**column.part, **own}
-    kept = {key: root.get(key) for key in ORDERED if key != "global_samples" or key in root}
+    root = {**column.part, **own, **_of_experts(column, rank)}
+    kept = {key: root.get(key) for key in ORDERED if key not in OPTIONAL or key in root}
     return kept | {key: value for key, value in root.items() if key not in kept}
+
+
+def _of_experts(column: Column, rank: int) -> dict[str, object]:
+    """What the file of a model with experts says about them."""
+    grid = column.experts
+    if grid is None:
+        return {}
+    layers = grid.metadata(column.options.stage, rank)
+    info = column.part.get(INFO)
+    kept = {str(k): v for k, v in info.items()} if isinstance(info, Mapping) else {}
+    kept.setdefault("universal_checkpoint_version", INFO_VERSION)
+    return {
+        "num_experts": [block.num_experts for block in grid.blocks],
+        "ds_autoep_layers": layers,
+        INFO: {**kept, "expert_parameter_patterns": list(PATTERNS), "ds_autoep_layers": layers},
+    }
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
@@ -148,7 +183,7 @@ def _weights(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
     """Every tensor of the module; a tied name is a second view of its owner's storage."""
     aliases = column.contents.checkpoint.aliases
     module: OrderedDict[str, NewTensor] = OrderedDict()
-    for name in column.contents.module:
+    for name in column.module:
         tensor = _weight(column, aliases.get(name, name), bulk)
         if tensor is not None:
             module[name] = tensor
@@ -170,7 +205,7 @@ def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
     contents = column.contents
     aliases, buffers = contents.checkpoint.aliases, set(contents.buffers)
     module: OrderedDict[str, NewTensor] = OrderedDict()
-    for name in contents.module:
+    for name in column.module:
         owner = aliases.get(name, name)
         if owner in buffers:
             tensor = _weight(column, owner, bulk)

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import Bulk, scalar_value
 from reshard.formats.deepspeed.writing.contents import Contents
-from reshard.formats.deepspeed.writing.flat_groups import FlatGroup
+from reshard.formats.deepspeed.writing.flat_groups import Bank, FlatGroup, FlatPartition
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.settings import optimizer_settings
 from reshard.formats.torch_archive import (
@@ -38,6 +38,9 @@ from reshard.formats.torch_archive import (
     Step,
 )
 
+Own = tuple[FlatGroup, FlatPartition]
+"""A flat buffer that a rank takes part in, and its partition of it."""
+
 LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 """Class of the loss scaler that does nothing, which every run has that is not in fp16."""
 
@@ -45,7 +48,7 @@ LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 def optimizer_tree(
     contents: Contents,
     options: NativeOptions,
-    groups: Sequence[FlatGroup],
+    banks: Sequence[Bank],
     rank: int,
     head: Mapping[str, object],
     bulk: Bulk,
@@ -56,7 +59,7 @@ def optimizer_tree(
     ----------
     contents, options
         What is written, and for which topology.
-    groups
+    banks
         The flat buffers of the column.
     rank
         Data-parallel rank.
@@ -65,19 +68,20 @@ def optimizer_tree(
     bulk
         Receives what goes into the storages.
     """
+    held = [bank.held_by(rank) for bank in banks]
+    own = [(group, group.partitions[partition]) for group, partition in held]
     settings = optimizer_settings(contents, options)
-    states = {
-        "state": _states(groups, rank, bulk),
-        "param_groups": _param_groups(contents, groups),
-    }
-    masters = _masters(groups, rank, bulk, stripped=options.stage != 3)
+    states = {"state": _states(own, bulk), "param_groups": _param_groups(contents, banks)}
+    masters = _masters(own, bulk, stripped=options.stage != 3)
     stage = EnumRecord.of(ZERO_STAGE, options.stage)
     if options.stage == 3:
-        body = _zero3_body(groups, stage, settings, states, masters)
+        body = _zero3_body(options.dp, stage, settings, states, masters)
+        if any(bank.experts is not None for bank in banks):
+            body["ds_zero_partition_groups"] = _sharing(banks, rank, options.dp)
     else:
-        body = _flat_body(groups, rank, stage, settings, states, masters)
+        body = _flat_body(own, stage, settings, states, masters)
         body["ds_version"] = head["ds_version"]
-        body["param_slice_mappings"] = [_mapping(group, rank) for group in groups]
+        body["param_slice_mappings"] = [_mapping(part) for _, part in own]
     return {"optimizer_state_dict": body, **head}
 
 
@@ -91,8 +95,7 @@ def still_loss_scaler() -> ObjectRecord:
 
 
 def _flat_body(
-    groups: Sequence[FlatGroup],
-    rank: int,
+    own: Sequence[Own],
     stage: EnumRecord,
     settings: Mapping[str, object],
     states: Mapping[str, object],
@@ -104,21 +107,20 @@ def _flat_body(
         "base_optimizer_state": states,
         "single_partition_of_fp32_groups": masters,
         "zero_stage": stage,
-        "group_paddings": [group.partitions[rank].padding for group in groups],
-        "param_alignment_paddings": [list(group.alignment) for group in groups],
-        "partition_count": [len(group.partitions) for group in groups],
+        "group_paddings": [part.padding for _, part in own],
+        "param_alignment_paddings": [list(group.alignment) for group, _ in own],
+        "partition_count": [len(group.partitions) for group, _ in own],
     }
 
 
-def _mapping(group: FlatGroup, rank: int) -> OrderedDict[str, FragmentAddress]:
+def _mapping(part: FlatPartition) -> OrderedDict[str, FragmentAddress]:
     return OrderedDict(
-        (part.name, FragmentAddress.of(part.numel, part.start))
-        for part in group.partitions[rank].windows
+        (window.name, FragmentAddress.of(window.numel, window.start)) for window in part.windows
     )
 
 
 def _zero3_body(
-    groups: Sequence[FlatGroup],
+    dp: int,
     stage: EnumRecord,
     settings: Mapping[str, object],
     states: Mapping[str, object],
@@ -130,32 +132,58 @@ def _zero3_body(
         "zero_stage": stage,
         **still,
         **settings,
-        "partition_count": len(groups[0].partitions),
+        "partition_count": dp,
         "optimizer_state_dict": states,
         "fp32_flat_groups": masters,
     }
 
 
+def _sharing(banks: Sequence[Bank], rank: int, dp: int) -> list[dict[str, object]]:
+    """Which ranks share every sub-group, as a model with experts says under ZeRO-3."""
+    entries: list[dict[str, object]] = []
+    for number, bank in enumerate(banks):
+        group, partition = bank.held_by(rank)
+        grid = bank.experts
+        ranks = list(range(dp)) if grid is None else grid.ranks_of(grid.ep_rank(rank))
+        entries.append(
+            {
+                "sub_group": number,
+                "partition_count": len(group.partitions),
+                "partition_rank": partition,
+                "partition_ranks": ranks,
+                "families": ["replicated" if grid is None else "autoep_expert"],
+                "group_names": ["replicated" if grid is None else grid.group_name],
+            }
+        )
+    return entries
+
+
 # --------------------------------------------------------------------------- what they share
 
 
-def _param_groups(contents: Contents, groups: Sequence[FlatGroup]) -> list[dict[str, object]]:
+def _param_groups(contents: Contents, banks: Sequence[Bank]) -> list[dict[str, object]]:
     owned: list[list[int]] = [[] for _ in contents.groups]
-    for number, group in enumerate(groups):
-        owned[group.param_group].append(number)
+    names: dict[int, str] = {}
+    for number, bank in enumerate(banks):
+        owned[bank.first.param_group].append(number)
+        if bank.experts is not None:
+            names[bank.first.param_group] = bank.experts.group_name
     return [
-        {**group.settings, "params": numbers}
-        for group, numbers in zip(contents.groups, owned, strict=True)
+        {
+            **group.settings,
+            **({"name": names[index]} if index in names else {}),
+            "params": owned[index],
+        }
+        for index, group in enumerate(contents.groups)
     ]
 
 
-def _states(groups: Sequence[FlatGroup], rank: int, bulk: Bulk) -> dict[int, dict[str, object]]:
+def _states(own: Sequence[Own], bulk: Bulk) -> dict[int, dict[str, object]]:
     found: dict[int, dict[str, object]] = {}
-    for number, group in enumerate(groups):
+    for number, (group, part) in enumerate(own):
         kept: dict[str, object] = {
             state: scalar_value(scalar) for state, scalar in group.held.scalars.items()
         }
-        part = group.partitions[rank]
         for state, dtype in group.held.tensors.items():
             whole = state in group.whole_states
             windows = part.whole if whole else part.windows
@@ -166,12 +194,9 @@ def _states(groups: Sequence[FlatGroup], rank: int, bulk: Bulk) -> dict[int, dic
     return found
 
 
-def _masters(
-    groups: Sequence[FlatGroup], rank: int, bulk: Bulk, *, stripped: bool
-) -> list[NewTensor]:
+def _masters(own: Sequence[Own], bulk: Bulk, *, stripped: bool) -> list[NewTensor]:
     masters = []
-    for number, group in enumerate(groups):
-        part = group.partitions[rank]
+    for number, (group, part) in enumerate(own):
         numel = part.length - part.padding if stripped else part.length
         label = ("master", str(number))
         masters.append(bulk.flat(label, MASTER, group.held.master, numel, part.windows))

@@ -18,13 +18,16 @@ What a native checkpoint cannot hold, or holds in a way that the user must know,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing.contents import Contents, listed
-from reshard.formats.deepspeed.writing.flat_groups import FlatGroup
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.torch_archive import same_value
+
+if TYPE_CHECKING:
+    from reshard.formats.deepspeed.writing.flat_groups import Bank
 
 SPOKEN_VERSION = "0.19.8"
 """Version stated in the output when the source states none; the loader demands one."""
@@ -94,6 +97,9 @@ def target_config(contents: Contents, options: NativeOptions) -> object:
     config = {str(key): value for key, value in raw.items()}
     size = {"sub_group_size": options.sub_group_size} if options.sub_group_size else {}
     config["zero_optimization"] = {**contents.config.zero, "stage": options.stage, **size}
+    experts = contents.config.section("expert_parallel")
+    if "autoep_size" in experts:
+        config["expert_parallel"] = {**experts, "autoep_size": options.ep}
     parallel = contents.config.section("tensor_parallel")
     if "autotp_size" in parallel or options.tp > 1:
         config["tensor_parallel"] = {**parallel, "autotp_size": options.tp}
@@ -142,7 +148,7 @@ def _scaler_fits(contents: Contents) -> bool:
 def notes(
     contents: Contents,
     options: NativeOptions,
-    columns: Sequence[Sequence[FlatGroup]],
+    columns: Sequence[Sequence[Bank]],
     empty: Sequence[str],
 ) -> Iterator[str]:
     """What the user should know about the target.
@@ -176,7 +182,7 @@ def notes(
 
 
 def _layout_notes(
-    contents: Contents, options: NativeOptions, columns: Sequence[Sequence[FlatGroup]]
+    contents: Contents, options: NativeOptions, columns: Sequence[Sequence[Bank]]
 ) -> Iterator[str]:
     config = contents.config
     if not config.is_known:

@@ -46,9 +46,10 @@ def target_info(
     cuts
         How the target cuts every parameter.
     """
+    dense = [name for group in contents.groups if not group.has_experts for name in group.names]
     maps = {
         name: cuts[name].map
-        for name in (*contents.held, *contents.frozen)
+        for name in (*dense, *contents.frozen)
         if cuts[name].shapes == dict(cuts[name].map.shard_shapes)
     }
     if not source.info and options.tp == 1:

@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.conversion_keys import ConversionKeys
 from reshard.formats.deepspeed.info import AUTOTP_MARK, read_conversion_keys
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut, padded_cut
+from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid
 from reshard.formats.deepspeed.writing.model_numbers import configured_heads
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.rescaling import AMBIGUOUS, Known, Rescaling
@@ -140,7 +141,9 @@ def source_of(contents: Contents) -> Source:
 # --------------------------------------------------------------------------- the search
 
 
-def cuts_of(contents: Contents, options: NativeOptions, source: Source) -> dict[str, Cut]:
+def cuts_of(
+    contents: Contents, options: NativeOptions, source: Source, experts: ExpertGrid | None
+) -> dict[str, Cut]:
     """How the target cuts every parameter and buffer over tensor-parallel ranks.
 
     Parameters
@@ -149,13 +152,18 @@ def cuts_of(contents: Contents, options: NativeOptions, source: Source) -> dict[
         What is written, and for which topology.
     source
         What the source says about cuts.
+    experts
+        Where the experts are; their parameters are cut over EP ranks instead.
 
     Raises
     ------
     LayoutError
         With all parameters of which nobody knows how they are cut.
     """
-    return CutFinder(contents, options, source, source.keys(options.tp)).cuts()
+    finder = CutFinder(contents, options, source, source.keys(options.tp))
+    if experts is not None:
+        finder.found |= {name: experts.cut_of(contents.shape(name)) for name in experts.names}
+    return finder.cuts()
 
 
 @dataclass(slots=True)

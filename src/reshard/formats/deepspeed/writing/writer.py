@@ -17,9 +17,11 @@ from reshard.formats.deepspeed.names import (
     optimizer_file_name,
     zero3_model_file_name,
 )
-from reshard.formats.deepspeed.writing.archives import Bulk, output_file
+from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
 from reshard.formats.deepspeed.writing.contents import Contents, contents_of
-from reshard.formats.deepspeed.writing.flat_groups import FlatGroup, flat_groups
+from reshard.formats.deepspeed.writing.expert_files import expert_files
+from reshard.formats.deepspeed.writing.expert_grid import expert_grid
+from reshard.formats.deepspeed.writing.flat_groups import Bank, flat_banks
 from reshard.formats.deepspeed.writing.model_files import Column, model_tree
 from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
@@ -56,22 +58,36 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
     """
     contents = contents_of(checkpoint, options)
     columns = _columns(contents, options)
-    files = [*_model_files(columns), *_optimizer_files(columns)]
-    said = notes(contents, options, [column.groups for column in columns], _empty(columns))
+    shelf = ArchiveShelf()
+    files = [
+        *_model_files(columns, shelf),
+        *(file for column in columns for file in expert_files(column)),
+        *_optimizer_files(columns, shelf),
+    ]
+    said = notes(contents, options, [column.banks for column in columns], _empty(columns))
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said))
 
 
 def _columns(contents: Contents, options: NativeOptions) -> list[Column]:
     source = source_of(contents)
-    cuts = cuts_of(contents, options, source)
+    experts = expert_grid(contents, options)
+    cuts = cuts_of(contents, options, source, experts)
     info = target_info(contents, options, source, cuts)
-    groups: tuple[tuple[FlatGroup, ...], ...] = ((),) * options.mp
+    banks: tuple[tuple[Bank, ...], ...] = ((),) * options.mp
     if options.stage:
-        groups = flat_groups(contents, options, cuts)
+        banks = flat_banks(contents, options, cuts, experts)
     else:
         require_plain(contents)
     return [
-        Column(mp, contents, options, cuts, groups[mp], carried_part(contents, options, mp, info))
+        Column(
+            mp,
+            contents,
+            options,
+            cuts,
+            banks[mp],
+            experts,
+            carried_part(contents, options, mp, info),
+        )
         for mp in range(options.mp)
     ]
 
@@ -82,7 +98,7 @@ def _empty(columns: list[Column]) -> list[str]:
     return [name for name, cut in cuts.items() if not all(map(prod, cut.shapes.values()))]
 
 
-def _model_files(columns: list[Column]) -> Iterator[OutputFile]:
+def _model_files(columns: list[Column], shelf: ArchiveShelf) -> Iterator[OutputFile]:
     for column in columns:
         stage3 = column.options.stage == 3
         for rank in range(column.options.dp if stage3 else 1):
@@ -90,17 +106,23 @@ def _model_files(columns: list[Column]) -> Iterator[OutputFile]:
             optimizer = None if column.options.stage else plain_optimizer(column, bulk)
             root = model_tree(column, rank, optimizer, bulk)
             name = zero3_model_file_name(rank, column.mp) if stage3 else model_file_name(column.mp)
-            yield output_file(name, root, bulk)
+            # All ranks but the first of all (which lists tied names) have the same tree, unless
+            # their files tell where their experts are.
+            shared = rank > 0 and column.experts is None
+            yield shelf.file(name, root, bulk, ("model", column.mp) if shared else None)
 
 
-def _optimizer_files(columns: list[Column]) -> Iterator[OutputFile]:
+def _optimizer_files(columns: list[Column], shelf: ArchiveShelf) -> Iterator[OutputFile]:
     for column in columns:
-        if not column.groups:
+        if not column.banks:
             continue
         contents, options = column.contents, column.options
         prefix = "bf16_" if contents.model_dtype.name == "bfloat16" else ""
         head = {key: column.part.get(key) for key in ("ds_config", "ds_version")}
         for rank in range(options.dp):
             bulk = Bulk()
-            root = optimizer_tree(contents, options, column.groups, rank, head, bulk)
-            yield output_file(optimizer_file_name(rank, column.mp, prefix), root, bulk)
+            root = optimizer_tree(contents, options, column.banks, rank, head, bulk)
+            shared = options.stage == 3 and column.experts is None
+            kind = ("optimizer", column.mp) if shared else None
+            name = optimizer_file_name(rank, column.mp, prefix)
+            yield shelf.file(name, root, bulk, kind)

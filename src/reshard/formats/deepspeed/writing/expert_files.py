@@ -1,0 +1,43 @@
+"""The expert files of ZeRO-1 and 2: the weights of one expert of one layer each.
+
+Theory. Below ZeRO-3 experts are left out of the model-state file, because every EP rank would write
+others under the same names. Each has a file of its own, under its number in the whole layer, so the
+files do not depend on the degree.
+
+Source: `engine.py` (`_save_moe_checkpoint`, `load_moe_state_dict`), DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.formats.deepspeed.partitions import MASTER
+from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
+from reshard.formats.deepspeed.writing.model_files import Column
+from reshard.formats.target import OutputFile
+from reshard.layouts.builders import contiguous_split_map
+
+
+def expert_files(column: Column) -> Iterator[OutputFile]:
+    """Every expert file of a column; none under ZeRO-3, or without experts."""
+    if column.experts is None or column.options.stage == 3:
+        return
+    shelf = ArchiveShelf()
+    for block in column.experts.blocks:
+        for expert in range(block.num_experts):
+            bulk = Bulk()
+            root = {
+                f"{name}.{expert}": _expert(column, name, expert, shape, bulk)
+                for name, shape in block.shapes.items()
+            }
+            name = f"layer_{block.number}_expert_{expert}_mp_rank_{column.mp:02d}_model_states.pt"
+            yield shelf.file(name, root, bulk, None)
+
+
+def _expert(column: Column, name: str, expert: int, shape: tuple[int, ...], bulk: Bulk) -> object:
+    """The weight of one expert: a slice of the fused parameter."""
+    contents = column.contents
+    each = contiguous_split_map(shape, [1] * shape[0], 0)
+    stored = contents.checkpoint.tensors[name, MASTER].dtype
+    dtype = contents.dtypes[name]
+    return bulk.shard((name,), (name, MASTER), dtype, shape[1:], each, expert, stored)

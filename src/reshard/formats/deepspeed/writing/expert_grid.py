@@ -1,0 +1,206 @@
+"""Experts of the target: which rank holds which, and what is said about it.
+
+Theory. AutoEP spreads the experts of a layer over a group of `ep` ranks, in order and evenly, and
+every such shard is cut by ZeRO over the `edp = dp / ep` ranks that hold the same experts. So an
+expert parameter has `ep` shards where a dense one has as many as there are tensor ranks, and a rank
+`D` of the data-parallel group stands in both: it holds partition `edp_rank(D)` of the shard of
+`ep_rank(D)`. By default neighbours are in one expert-parallel group (`ep_rank = D mod ep`); with
+``use_data_before_expert_parallelism`` neighbours hold the same experts.
+
+Experts are in parameter groups of their own, marked `moe` and named after the degree. Below ZeRO-3
+the weights of each expert are a file; under ZeRO-3 there are only the rank files, and the optimizer
+file tells which ranks share each sub-group, which DeepSpeed compares when it loads.
+
+Sources: `engine.py` (`_save_moe_checkpoint`), `utils/groups.py`, `stage3.py`
+(`_zero3_partition_group_metadata`), DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.deepspeed.experts import PARTITIONED, WEIGHTS
+from reshard.formats.deepspeed.writing.contents import Contents
+from reshard.formats.deepspeed.writing.cuts import Cut
+from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.settings import INFO
+from reshard.geometry import maps_to_document
+from reshard.layouts.experts import ExpertPlacement, expert_map
+
+PATTERNS = (r".*\.experts\.w[123]$",)
+"""The value of `expert_parameter_patterns` that AutoEP writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlock:
+    """A layer with experts.
+
+    Parameters
+    ----------
+    number
+        `moe_layer_id`.
+    prefix, module
+        Names of its experts and of the layer.
+    num_experts
+        Number of experts.
+    shapes
+        Shape of every fused parameter, by name.
+    """
+
+    number: int
+    prefix: str
+    module: str
+    num_experts: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGrid:
+    """The experts of a model on the target.
+
+    Parameters
+    ----------
+    blocks
+        The layers, in the order of the model.
+    dp, ep
+        Degrees.
+    data_first
+        Whether neighbours hold the same experts.
+    """
+
+    blocks: tuple[ExpertBlock, ...]
+    dp: int
+    ep: int
+    data_first: bool = False
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.dp // self.ep
+
+    def ep_rank(self, dp_rank: int) -> int:
+        """Place of a data-parallel rank in its expert-parallel group."""
+        return dp_rank // self.edp if self.data_first else dp_rank % self.ep
+
+    def edp_rank(self, dp_rank: int) -> int:
+        """Place of a data-parallel rank among those that hold the same experts."""
+        return dp_rank % self.edp if self.data_first else dp_rank // self.ep
+
+    def ranks_of(self, ep_rank: int) -> list[int]:
+        """The data-parallel ranks that hold the experts of an EP rank."""
+        return [rank for rank in range(self.dp) if self.ep_rank(rank) == ep_rank]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All expert parameters."""
+        return frozenset(name for block in self.blocks for name in block.shapes)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the parameter groups of experts."""
+        return f"ep_size_{self.ep}"
+
+    def cut_of(self, shape: tuple[int, ...]) -> Cut:
+        """How an expert parameter is cut over EP ranks."""
+        return Cut.exact(expert_map(ExpertPlacement.uniform(shape[0], self.ep), shape))
+
+    def metadata(self, stage: int, dp_rank: int) -> list[dict[str, object]]:
+        """`ds_autoep_layers` of the file that a rank writes."""
+        return [self._entry(block, stage, dp_rank) for block in self.blocks]
+
+    def _entry(self, block: ExpertBlock, stage: int, dp_rank: int) -> dict[str, object]:
+        placement = ExpertPlacement.uniform(block.num_experts, self.ep)
+        maps = {name: expert_map(placement, shape) for name, shape in block.shapes.items()}
+        local = block.num_experts // self.ep
+        rank = self.ep_rank(dp_rank)
+        return {
+            "moe_layer_id": block.number,
+            "module_path": block.module,
+            "num_experts": block.num_experts,
+            "num_local_experts": local,
+            "ep_size": self.ep,
+            "expert_placement": placement.to_descriptor(),
+            "affine_maps": maps_to_document(maps),
+            "expert_key_prefix": block.prefix,
+            "checkpoint_format": PARTITIONED if stage == 3 else "per_expert_files",
+            "checkpoint_format_version": 1 if stage == 3 else None,
+            "ep_group_name": self.group_name,
+            "ep_rank": rank,
+            "expert_data_parallel_rank": self.edp_rank(dp_rank),
+            "expert_data_parallel_world_size": self.edp,
+            "global_expert_start": rank * local,
+            "global_expert_end": (rank + 1) * local,
+        }
+
+
+def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None:
+    """The experts of the target, None for a model without.
+
+    Raises
+    ------
+    UsageError
+        When experts are asked for that the source does not have, or do not divide.
+    UnsupportedError
+        When they are not AutoEP's, or the target is one that cannot be written.
+    """
+    names = [name for group in contents.groups if group.has_experts for name in group.names]
+    if not names:
+        if options.ep > 1:
+            raise UsageError("the source has no experts to spread", found=f"--ep {options.ep}")
+        return None
+    if options.stage == 0 or options.tp > 1:
+        raise UnsupportedError(
+            "experts can be written for ZeRO-1, 2 and 3 with one tensor rank only",
+            found=f"stage {options.stage}, tp {options.tp}",
+            next_step="choose --stage 1 and --tp 1",
+        )
+    blocks = tuple(_blocks(contents, names))
+    for block in blocks:
+        if block.num_experts % options.ep:
+            raise UsageError(
+                "the expert-parallel degree does not divide the experts of a layer",
+                expected=f"a divisor of {block.num_experts}, as {block.module} has",
+                found=options.ep,
+            )
+    raw = contents.config.raw
+    first = isinstance(raw, Mapping) and raw.get("use_data_before_expert_parallelism") is True
+    return ExpertGrid(blocks, options.dp, options.ep, first)
+
+
+def _blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
+    """Layers by prefix; number and name as the source's metadata says, else in their order."""
+    by_prefix: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name in names:
+        prefix, _, weight = name.rpartition(".")
+        if weight not in WEIGHTS:
+            raise UnsupportedError(
+                "experts of DeepSpeed's own MoE layers cannot be written natively",
+                parameter=name,
+                next_step="convert to universal instead",
+            )
+        by_prefix.setdefault(prefix, {})[name] = contents.shape(name)
+    stated = _stated_layers(contents)
+    for number, (prefix, shapes) in enumerate(by_prefix.items()):
+        entry = stated.get(prefix, {})
+        module = entry.get("module_path", prefix.rpartition(".")[0])
+        found = entry.get("moe_layer_id", number)
+        yield ExpertBlock(
+            found if isinstance(found, int) else number,
+            prefix,
+            str(module),
+            next(iter(shapes.values()))[0],
+            dict(sorted(shapes.items())),
+        )
+
+
+def _stated_layers(contents: Contents) -> dict[str, Mapping[str, object]]:
+    extra = contents.checkpoint.extras.get(INFO)
+    value = extra.value if extra is not None else None
+    layers = value.get("ds_autoep_layers") if isinstance(value, Mapping) else None
+    return {
+        str(entry.get("expert_key_prefix")): {str(k): v for k, v in entry.items()}
+        for entry in (layers if isinstance(layers, (list, tuple)) else ())
+        if isinstance(entry, Mapping)
+    }

@@ -1,0 +1,242 @@
+"""Chains: equal blocks at even distance become one block with one more dimension.
+
+Theory. Among the blocks of one shape in a group, the differences ``(Δnear, Δfar)`` between blocks
+that are at most 4 apart in near order are counted. The commonest difference is the *step* by
+which they are chained: for a given step, the maximal chains ``x, x + step, x + 2·step, …`` are
+unique, whatever the order in which the blocks came. A step counts only when
+
+* it explains a quarter of the blocks, and ``Δfar`` is not negative, because strides are not;
+* where it occurs once, there is a reason to believe in it: the blocks have a quarter of all runs
+  of the group, or something else in the group steps by it too. Without that, blocks that happen
+  to be equal would pair up across a whole shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.geometry.tables import Ints, LinkTable, classes_of, expanded, starts_of
+
+Flags = NDArray[np.bool_]
+"""An array of truth values."""
+_LAGS = 4
+_ENOUGH = 4
+"""A quarter: one in so many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Steps:
+    """Steps: the group or label that each belongs to, and the two differences."""
+
+    of: Ints
+    near: Ints
+    far: Ints
+
+    def take(self, index: Ints) -> _Steps:
+        return _Steps(self.of[index], self.near[index], self.far[index])
+
+    @property
+    def columns(self) -> list[Ints]:
+        return [self.of, self.near, self.far]
+
+
+def _appended(parts: Sequence[_Steps]) -> _Steps:
+    columns = zip(*[part.columns for part in parts], strict=True)
+    return _Steps(*(np.concatenate(column) for column in columns))
+
+
+def run_dims(table: LinkTable) -> Flags:
+    """Mark the dimension of steps (1, 1) of each row, the innermost one if it has any."""
+    one = (table.near_stride == 1) & (table.far_stride == 1)
+    return np.asarray(one & (table.extent > 1))
+
+
+def run_counts(table: LinkTable) -> NDArray[np.float64]:
+    """Return the number of runs of each row."""
+    counts: NDArray[np.float64] = np.where(run_dims(table), 1, table.extent).astype(float)
+    return np.asarray(counts.prod(axis=1))
+
+
+def flat_columns(table: LinkTable) -> list[Ints]:
+    """Return the columns of all dimensions."""
+    parts = (table.extent, table.near_stride, table.far_stride)
+    return [part[:, dim] for part in parts for dim in range(table.dims)]
+
+
+def unbelieved_dims(table: LinkTable, group: Ints) -> Flags:
+    """Mark dimensions of two steps that chaining would not have made."""
+    pairs = (table.extent == 2) & ~run_dims(table)
+    if not pairs.any():
+        return pairs
+    runs = run_counts(table)
+    share = runs / np.bincount(group, runs)[group]
+    rows, dims = np.nonzero(pairs & (_ENOUGH * share < 1)[:, None])
+    mine = _Steps(group[rows], table.near_stride[rows, dims], table.far_stride[rows, dims])
+    believed = _believed(mine.take(np.arange(0)), mine, _dim_steps(table, group))
+    marked = np.zeros_like(pairs)
+    marked[rows[~believed], dims[~believed]] = True
+    return marked
+
+
+def split_dims(table: LinkTable, marked: Flags) -> tuple[Ints, LinkTable]:
+    """Return one row for each step of the marked dimensions, and the row that each is of."""
+    whose = np.arange(len(table))
+    for dim in range(table.dims):
+        steps = np.where(marked[whose, dim], table.extent[:, dim], 1)
+        again = np.repeat(np.arange(len(table)), steps)
+        step = expanded(np.zeros_like(steps), steps)
+        rows = table.take(again)
+        rows.extent[steps[again] > 1, dim] = 1
+        table = LinkTable(
+            rows.near + step * rows.near_stride[:, dim],
+            rows.far + step * rows.far_stride[:, dim],
+            rows.extent,
+            rows.near_stride,
+            rows.far_stride,
+        )
+        whose = whose[again]
+    return whose, table.normalised()
+
+
+def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+    """Chain equal blocks, those of each shape by their commonest step."""
+    order, label = classes_of([group, *flat_columns(table)])
+    size = np.bincount(label)
+    several = size[label] > 1
+    if not several.any():
+        return table, group
+    runs = run_counts(table)
+    lead = order[starts_of(label)]
+    share = size * runs[lead] / np.bincount(group, runs)[group[lead]]
+    order, label = order[several], label[several]
+    inner, _ = classes_of([label, table.near[order]])
+    order, label = order[inner], label[inner]
+    near, far = table.near[order], table.far[order]
+    steps = _best_steps(
+        _differences(near, far, label), group[lead], size, share, _dim_steps(table, group)
+    )
+    rows, linked = _chains(near, far, label, steps.near[label], steps.far[label])
+    return _stacked(table, group, order, (rows, linked), (steps.near[label], steps.far[label]))
+
+
+def _differences(near: Ints, far: Ints, label: Ints) -> _Steps:
+    """Return the differences between rows of one label; rows are sorted by label and near."""
+    found = []
+    for lag in range(1, min(_LAGS, int(np.bincount(label).max()) - 1) + 1):
+        s, f = near[lag:] - near[:-lag], far[lag:] - far[:-lag]
+        valid = np.flatnonzero((label[lag:] == label[:-lag]) & (f >= 0))
+        found.append(_Steps(label[lag:][valid], s[valid], f[valid]))
+    return _appended(found)
+
+
+def _dim_steps(table: LinkTable, group: Ints) -> _Steps:
+    """Return the steps of all dimensions, as often as they are evidence: once or twice."""
+    stepping = (table.extent > 1) & ~run_dims(table)
+    rows, dims = np.nonzero(stepping)
+    more, more_dims = np.nonzero(stepping & (table.extent > 2))
+    rows, dims = np.concatenate([rows, more]), np.concatenate([dims, more_dims])
+    return _Steps(group[rows], table.near_stride[rows, dims], table.far_stride[rows, dims])
+
+
+def _best_steps(
+    found: _Steps, group: Ints, size: Ints, share: NDArray[np.float64], others: _Steps
+) -> _Steps:
+    """Return the step by which each label is chained, 0 where it is not.
+
+    ``group``, ``size`` and ``share`` are those of each label, ``others`` the steps that other
+    dimensions of the groups make.
+    """
+    best = _Steps(size, np.zeros_like(size), np.zeros_like(size))
+    alone = _ENOUGH * share < 1
+    grouped = _Steps(group[found.of], found.near, found.far)
+    kept = np.flatnonzero(~alone[found.of] | _repeated(grouped, others))
+    found, grouped = found.take(kept), grouped.take(kept)
+    order, kind = classes_of(found.columns)
+    if not len(order):
+        return best
+    first = order[starts_of(kind)]
+    count, step, of = np.bincount(kind), found.take(first), found.of[first]
+    believed = (count > 1) | ~alone[of]
+    once = np.flatnonzero(~believed)
+    believed[once] = _believed(grouped, grouped.take(first[once]), others)
+    fits = np.flatnonzero(believed & (_ENOUGH * count >= size[of] - 1))
+    ranked = fits[np.lexsort((step.far[fits], step.near[fits], -count[fits], of[fits]))]
+    lead = ranked[np.flatnonzero(np.diff(of[ranked], prepend=-1))]
+    best.near[of[lead]], best.far[of[lead]] = step.near[lead], step.far[lead]
+    return best
+
+
+def _believed(steps: _Steps, asked: _Steps, others: _Steps) -> Flags:
+    """Tell which steps occur more than once in their group, dimensions included."""
+    every = _appended([steps, others, asked])
+    order, kind = classes_of(every.columns)
+    label = np.empty(len(order), np.int64)
+    label[order] = kind
+    counted = len(every.of) - len(asked.of)
+    seen = np.bincount(label[:counted], minlength=int(kind[-1]) + 1 if len(kind) else 0)
+    return np.asarray(seen[label[counted:]] > 1)
+
+
+def _repeated(steps: _Steps, others: _Steps) -> Flags:
+    """Mark all steps that occur more than once in their group, and few that do not."""
+    mixed = np.concatenate([_mixed(steps), _mixed(others)])
+    ordered = np.sort(mixed)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(again):
+        return np.zeros(len(steps.of), bool)
+    mine = mixed[: len(steps.of)]
+    at = np.minimum(np.searchsorted(again, mine), len(again) - 1)
+    return np.asarray(again[at] == mine)
+
+
+def _mixed(steps: _Steps) -> Ints:
+    """Return one number for each step; equal steps have equal numbers. It may wrap around."""
+    mixed = steps.of * np.int64(0x1E3779B97F4A7C15) + steps.near * np.int64(0x3F58476D1CE4E5B9)
+    mixed += steps.far
+    return np.asarray(mixed ^ (mixed >> np.int64(29)))
+
+
+def _chains(near: Ints, far: Ints, label: Ints, s: Ints, f: Ints) -> tuple[Ints, Flags]:
+    """Return the rows that have a step, chain by chain, and whether each continues its chain."""
+    chosen = np.flatnonzero(s > 0)
+    block = near[chosen] // np.maximum(s[chosen], 1)
+    # Equal for the rows of one line; products may wrap, the exact comparison below does not rely
+    # on them.
+    line = [near[chosen] - block * s[chosen], far[chosen] - block * f[chosen]]
+    order, _ = classes_of([label[chosen], *line, near[chosen]])
+    rows = chosen[order]
+    linked = np.zeros(len(rows), bool)
+    linked[1:] = (
+        (label[rows][1:] == label[rows][:-1])
+        & (near[rows][1:] == near[rows][:-1] + s[rows][1:])
+        & (far[rows][1:] == far[rows][:-1] + f[rows][1:])
+    )
+    return rows, linked
+
+
+def _stacked(
+    table: LinkTable, group: Ints, order: Ints, chains: tuple[Ints, Flags], step: tuple[Ints, Ints]
+) -> tuple[LinkTable, Ints]:
+    """Put each chain of rows in the place of its first row, with one more dimension."""
+    rows, linked = chains
+    first = np.flatnonzero(~linked)
+    extent = np.ones(len(table), np.int64)
+    step_near, step_far = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
+    extent[order[rows[first]]] = np.diff(np.append(first, len(rows)))
+    step_near[order], step_far[order] = step
+    kept = np.ones(len(table), bool)
+    kept[order[rows[linked]]] = False
+    at = np.flatnonzero(kept)
+    base = table.take(at)
+    grown = LinkTable(
+        base.near,
+        base.far,
+        np.column_stack([extent[at], base.extent]),
+        np.column_stack([step_near[at], base.near_stride]),
+        np.column_stack([step_far[at], base.far_stride]),
+    )
+    return grown.normalised(), group[at]

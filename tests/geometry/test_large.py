@@ -1,0 +1,146 @@
+"""Tensors of any size: offsets up to 2**62 are exact, and no cost follows the elements."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from math import prod
+
+import pytest
+
+from reshard.errors import InvalidMapError
+from reshard.geometry import AffinePiece, ParamAffineMap, compose, cut_flat_range, nest
+
+HUGE = 2**61
+"""Elements of a vector whose last offset needs 61 bits."""
+
+
+def rows(height: int, width: int, ranks: int) -> ParamAffineMap:
+    """Rows over ranks, as evenly as whole rows go."""
+    cuts = [height * r // ranks for r in range(ranks + 1)]
+    spans = list(itertools.pairwise(cuts))
+    pieces = {
+        r: [AffinePiece((hi - lo, width), lo * width, (width, 1), 0, (width, 1), (r,))]
+        for r, (lo, hi) in enumerate(spans)
+    }
+    return ParamAffineMap(
+        (height, width), {r: (hi - lo, width) for r, (lo, hi) in enumerate(spans)}, pieces
+    )
+
+
+def columns(height: int, width: int, ranks: int) -> ParamAffineMap:
+    """Columns over ranks; the width divides."""
+    n = width // ranks
+    pieces = {
+        r: [AffinePiece((height, n), n * r, (width, 1), 0, (n, 1), (r,))] for r in range(ranks)
+    }
+    return ParamAffineMap((height, width), dict.fromkeys(range(ranks), (height, n)), pieces)
+
+
+@pytest.mark.parametrize("exponent", [31, 32, 33, 53, 61])
+def test_offsets_around_every_power_of_two_are_exact(exponent: int) -> None:
+    total = 2**exponent + 3
+    cut = 2**exponent - 1
+    pieces = {
+        0: [AffinePiece((cut,), 0, (1,), 0, (1,), (0,))],
+        1: [AffinePiece((total - cut,), cut, (1,), 0, (1,), (1,))],
+    }
+    one = ParamAffineMap((total,), {0: (cut,), 1: (total - cut,)}, pieces)
+    one.validate()
+    assert one.canonical() == one
+    assert one.holders(cut - 1) == (0,)
+    assert one.holders(cut) == (1,)
+    assert one.holders(total - 1) == (1,)
+    assert one.narrow(0, cut - 1, 2).pieces_by_rank == {
+        0: (AffinePiece((), 0, (), cut - 1, (), (0,)),),
+        1: (AffinePiece((), 1, (), 0, (), (1,)),),
+    }
+    whole = ParamAffineMap(
+        (total,), {0: (total,)}, {0: [AffinePiece((total,), 0, (1,), 0, (1,), (0,))]}
+    )
+    plan = compose(whole, one)
+    plan.verify()
+    assert [(s.shape, s.target_offset) for s in plan.segments] == [
+        ((cut,), 0),
+        ((total - cut,), cut),
+    ]
+
+
+def test_one_element_in_2_to_the_61_is_missed_and_named() -> None:
+    hole = HUGE // 3
+    pieces = [
+        AffinePiece((hole,), 0, (1,), 0, (1,), (0,)),
+        AffinePiece((HUGE - hole - 1,), hole + 1, (1,), hole, (1,), (0,)),
+    ]
+    one = ParamAffineMap((HUGE,), {0: (HUGE - 1,)}, {0: pieces})
+    assert one.uncovered_offsets() == [range(hole, hole + 1)]
+    with pytest.raises(InvalidMapError) as refused:
+        one.validate()
+    assert (refused.value.broken, refused.value.offset) == ("P1", hole)
+
+
+def test_a_split_of_2_to_the_60_elements_moves_between_rows_and_columns() -> None:
+    height, width = 2**31, 2**29
+    source, target = rows(height, width, 6), columns(height, width, 8)
+    source.validate()
+    target.validate()
+    plan = compose(target, source)
+    plan.verify()
+    assert len(plan) == 48
+    assert plan.numel == 2**60
+    last = plan.segments[-1]
+    top = last.source_offset + sum(
+        (n - 1) * s for n, s in zip(last.shape, last.source_strides, strict=True)
+    )
+    assert top == prod(source.shard_shapes[5]) - 1
+
+
+def test_a_fragment_of_a_huge_block_is_cut_exactly() -> None:
+    block = AffinePiece((2**30, 2**30), 5, (2**31, 1), 0, (2**30, 1), (0,))
+    lo, hi = 2**45 + 7, 2**59 + 11
+    parts = cut_flat_range(block, lo, hi)
+    assert len(parts) == 3
+    assert sum(part.numel for part in parts) == hi - lo
+    assert parts[0].source_offset == 5 + (lo >> 30) * 2**31 + 7
+    assert parts[-1].dest_stop == hi - lo
+
+
+def test_beyond_2_to_the_62_is_refused_and_just_below_is_not() -> None:
+    AffinePiece((2,), 2**62 - 2, (1,), 0, (1,), (0,))
+    for fields in (
+        ((2,), 2**62 - 1, (1,), 0, (1,), (0,)),
+        ((3,), 0, (2**61,), 0, (1,), (0,)),
+        ((2,), 0, (1,), 2**62, (1,), (0,)),
+    ):
+        with pytest.raises(InvalidMapError) as refused:
+            AffinePiece(*fields)
+        assert refused.value.broken == "form"
+
+
+def test_zero_fragments_of_a_large_model_stay_few() -> None:
+    outer = columns(128_256, 16_384, 8)
+    size = 128_256 * 2_048
+    inner = {}
+    for rank in outer.ranks:
+        cuts = [size * k // 7 for k in range(8)]
+        ranks = range(10 * rank, 10 * rank + 7)
+        spans = dict(zip(ranks, itertools.pairwise(cuts), strict=True))
+        pieces = {
+            r: [AffinePiece((hi - lo,), lo, (1,), 0, (1,), (r,))] for r, (lo, hi) in spans.items()
+        }
+        shapes = {r: (hi - lo,) for r, (lo, hi) in spans.items()}
+        inner[rank] = ParamAffineMap((size,), shapes, pieces)
+    whole = nest(outer, inner)
+    whole.validate()
+    assert max(len(pieces) for pieces in whole.pieces_by_rank.values()) <= 3
+
+
+def test_validation_does_not_follow_the_number_of_elements() -> None:
+    """The figure itself (under 10 ms) is the benchmark's; this only catches a lost order."""
+    for made in (rows(128_256, 16_384, 64), columns(128_256, 16_384, 64)):
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            made.validate()
+            seconds.append(time.perf_counter() - started)
+        assert min(seconds) < 0.2

@@ -1,0 +1,77 @@
+"""Validation accepts exactly the maps that the definitions accept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from reshard.errors import InvalidMapError, UsageError
+from reshard.geometry import ParamAffineMap
+from tests.properties import index_arrays as dense
+from tests.properties.cases import SETTINGS, Case, cases, damaged, exploded, respelled
+
+
+def assert_judged_alike(one: ParamAffineMap, *, partial: bool) -> None:
+    wrong = dense.broken(one, partial=partial)
+    if not wrong:
+        one.validate(partial=partial)
+        return
+    with pytest.raises(InvalidMapError) as refused:
+        one.validate("w", partial=partial)
+    assert refused.value.broken in wrong
+    assert refused.value.parameter == "w"
+
+
+@SETTINGS
+@given(cases)
+def test_valid_maps_are_accepted_however_they_are_spelled(case: Case) -> None:
+    one = case.map(scaled=True)
+    assert not dense.broken(one)
+    for same in (one, respelled(case.random("r"), one), exploded(case.random("e"), one)):
+        same.validate()
+        same.validate(partial=True)
+
+
+@settings(SETTINGS, max_examples=400)
+@given(cases)
+def test_damaged_maps_are_judged_as_the_dense_oracle_judges(case: Case) -> None:
+    one = damaged(case.random("damage"), case.map(scaled=True))
+    assert_judged_alike(one, partial=False)
+    assert_judged_alike(one, partial=True)
+
+
+@SETTINGS
+@given(cases)
+def test_what_twice_damaged_maps_are_is_judged_alike(case: Case) -> None:
+    one = damaged(case.random("one"), damaged(case.random("two"), case.map()))
+    assert_judged_alike(respelled(case.random("spelling"), one), partial=False)
+
+
+def thinned(case: Case) -> ParamAffineMap:
+    """A map that lost some of its pieces."""
+    rnd, one = case.random("thin"), case.map()
+    pieces = {
+        rank: [piece for piece in owned if rnd.random() < 0.6]
+        for rank, owned in respelled(rnd, one).pieces_by_rank.items()
+    }
+    return ParamAffineMap(one.logical_shape, one.shard_shapes, pieces)
+
+
+@SETTINGS
+@given(cases)
+def test_uncovered_offsets_are_the_holes_as_maximal_ranges(case: Case) -> None:
+    one = thinned(case)
+    assert one.uncovered_offsets() == dense.ranges(set(range(case.total)) - set(dense.holders(one)))
+    assert case.map().uncovered_offsets() == []
+
+
+@SETTINGS
+@given(cases)
+def test_holders_are_the_ranks_that_hold_an_element(case: Case) -> None:
+    one = thinned(case)
+    held = dense.holders(one)
+    for offset in range(case.total):
+        assert one.holders(offset) == tuple(sorted(held.get(offset, ())))
+    for offset in (-1, case.total):
+        with pytest.raises(UsageError):
+            one.holders(offset)
