@@ -5,6 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from hypothesis import settings
+
+# A busy machine makes any example slow; how long things take is asked by tests of their own.
+settings.register_profile("reshard", deadline=None, print_blob=True)
+settings.load_profile("reshard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,6 +67,14 @@ def test_fused_experts_are_written_as_deepspeed_writes_them(name: str, tmp_path:
     assert (kept["cat_dim"], kept["is_expert_param"], kept["ep_num_experts"]) == (0, True, 4)
 
 
+def test_a_universal_folder_of_a_universal_folder_still_cuts_experts(tmp_path: Path) -> None:
+    case = case_named("0.19.8/mixtral_ep2_z1_fp32")
+    reshard.convert(case.path, tmp_path / "first", fsync=False)
+    reshard.convert(tmp_path / "first", tmp_path / "second", fsync=False)
+    file = "zero/model.layers.0.mlp.experts.w1/fp32.pt"
+    assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+
+
 def test_the_router_is_there_once(tmp_path: Path) -> None:
     """Its other name is an alias, which no file says."""
     case = case_named("0.19.8/mixtral_ep2_z3_fp32")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -18,7 +18,7 @@ HUGE = 2**61
 def rows(height: int, width: int, ranks: int) -> ParamAffineMap:
     """Rows over ranks, as evenly as whole rows go."""
     cuts = [height * r // ranks for r in range(ranks + 1)]
-    spans = list(itertools.pairwise(cuts))
+    spans = list(pairwise(cuts))
     pieces = {
         r: [AffinePiece((hi - lo, width), lo * width, (width, 1), 0, (width, 1), (r,))]
         for r, (lo, hi) in enumerate(spans)
@@ -124,7 +124,7 @@ def test_zero_fragments_of_a_large_model_stay_few() -> None:
     for rank in outer.ranks:
         cuts = [size * k // 7 for k in range(8)]
         ranks = range(10 * rank, 10 * rank + 7)
-        spans = dict(zip(ranks, itertools.pairwise(cuts), strict=True))
+        spans = dict(zip(ranks, pairwise(cuts), strict=True))
         pieces = {
             r: [AffinePiece((hi - lo,), lo, (1,), 0, (1,), (r,))] for r, (lo, hi) in spans.items()
         }

@@ -132,7 +132,7 @@ def plan_is_sound(plan: TransferPlan) -> bool:
     made = copies(plan)
     room = {r: size(shape) for r, shape in plan.target_shapes.items()}
     held = {r: size(shape) for r, shape in plan.source_shapes.items()}
-    inside = all(t < room.get(tr, 0) and o < held.get(sr, 0) for tr, t, sr, o, _ in made)
+    inside = all(0 <= t < room.get(tr, 0) and 0 <= o < held.get(sr, 0) for tr, t, sr, o, _ in made)
     named = [(r, t) for r, holes in plan.unfilled.items() for hole in holes for t in hole]
     said = [(tr, t) for tr, t, *_ in made] + named
     wanted = sorted((r, t) for r, n in room.items() for t in range(n))

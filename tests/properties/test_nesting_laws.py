@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from reshard.errors import InvalidMapError, UsageError
 from reshard.geometry import AffinePiece, ParamAffineMap, cut_flat_range, intersect, locate, nest
-from tests.properties import index_arrays as dense
-from tests.properties.cases import SETTINGS, Case, cases, respelled
-from tests.properties.strategies import a_map, a_view
+from tests.properties import dense_oracle as dense
+from tests.properties.strategies import SETTINGS, Case, a_map, a_view, cases, respelled
 
 
 def inner_maps(

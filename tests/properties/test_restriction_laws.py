@@ -8,8 +8,8 @@ from hypothesis import assume, given
 
 from reshard.errors import UsageError
 from reshard.geometry import ParamAffineMap, compose, restrict
-from tests.properties import index_arrays as dense
-from tests.properties.cases import SETTINGS, Case, cases
+from tests.properties import dense_oracle as dense
+from tests.properties.strategies import SETTINGS, Case, cases
 
 
 def with_shape(one: ParamAffineMap, shape: tuple[int, ...]) -> ParamAffineMap:

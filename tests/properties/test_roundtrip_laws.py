@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from reshard.errors import InvalidMapError, ReplicaMismatchError
 from reshard.geometry import ParamAffineMap
-from tests.properties import index_arrays as dense
-from tests.properties.cases import SETTINGS, Case, cases
+from tests.properties import dense_oracle as dense
+from tests.properties.strategies import SETTINGS, Case, cases
 
 DTYPES = (np.uint8, np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex128)
 

@@ -18,7 +18,7 @@ import xxhash
 from reshard.errors import ArchiveError
 from reshard.execution.blocks import Part, parts_of
 from reshard.execution.buffers import Workspace, workspaces
-from reshard.execution.crew import Crew, Progress
+from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES, digest_of
 from reshard.execution.journal import Records
 from reshard.execution.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, read_manifest
@@ -61,7 +61,7 @@ def verified(plan: Plan, folder: Path, claimed: Records, crew: Crew) -> Records:
         return work
 
     total = sum(plan.files[file].slots[slot].nbytes for file, slot in slots)
-    crew.run(sorted(slots), slot_work, total=total, what="verify what was kept")
+    crew.run(in_order(sorted(slots)), slot_work, total=total, what="verify what was kept")
     buffer = crew.spaces[0].block
     for file, rest in claimed.files.items():
         if file < len(plan.files) and _file_holds(plan, folder, file, rest, borne_out, buffer):
@@ -192,7 +192,8 @@ def check_manifest(
         return work
 
     crew = Crew(workspaces(max_memory, workers), progress)
-    crew.run(manifest.files, work_for, total=sum(f.nbytes for f in manifest.files), what="check")
+    total = sum(file.nbytes for file in manifest.files)
+    crew.run(in_order(manifest.files), work_for, total=total, what="check")
     return tuple(sorted(changes, key=lambda change: (change.file, change.name, change.state)))
 
 

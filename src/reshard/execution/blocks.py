@@ -42,6 +42,11 @@ class Task:
     parts: tuple[Part, ...]
 
     @property
+    def start(self) -> int:
+        """First byte, counted from the start of the slot."""
+        return self.parts[0].start if self.parts else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes from the first part to the last."""
         return self.parts[-1].stop - self.parts[0].start if self.parts else 0

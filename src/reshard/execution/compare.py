@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.execution.buffers import Workspace, workspaces
-from reshard.execution.crew import Crew, Progress
+from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES
 from reshard.execution.gather import Gatherer
 from reshard.execution.replicas import (
@@ -296,7 +296,7 @@ class _Pair:
     def run(self, crew: Crew) -> None:
         """Compare all tensors."""
         total = sum(fill.nbytes for fill in self.sides[0].fills.values())
-        crew.run(self._stretches(), self._work_for, total=total, what="compare")
+        crew.run(in_order(self._stretches()), self._work_for, total=total, what="compare")
         for side in self.sides:
             side.files.check_unchanged()
 

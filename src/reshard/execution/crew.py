@@ -10,14 +10,21 @@ caller's thread once all workers have put down what they held, so nothing is wri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from reshard.execution.buffers import Workspace
 
 Task = TypeVar("Task")
+Take = Callable[[int], Task | None]
 REPORT_SECONDS = 0.1
+
+
+def in_order(tasks: Iterable[Task]) -> Take[Task]:
+    """Tasks one after the other, whoever asks."""
+    left = iter(tasks)
+    return lambda _: next(left, None)
 
 
 class Progress(Protocol):
@@ -45,7 +52,7 @@ class Crew:
 
     def run(
         self,
-        tasks: Iterable[Task],
+        take: Take[Task],
         work_for: Callable[[Workspace], Callable[[Task], int]],
         *,
         total: int,
@@ -55,8 +62,8 @@ class Crew:
 
         Parameters
         ----------
-        tasks
-            Taken in order, each by the next free worker.
+        take
+            Gives a worker, by number, its next task, or None; one worker at a time asks.
         work_for
             Called once a worker with its workspace; returns the function that does one task and
             returns the bytes it moved.
@@ -71,7 +78,7 @@ class Crew:
             The first error of a worker, or the interrupt of the caller.
         """
         makers = [partial(work_for, space) for space in self.spaces]
-        self._work(tasks, makers, total=total, what=what)
+        self._work(take, makers, total=total, what=what)
 
     def each(
         self,
@@ -83,19 +90,20 @@ class Crew:
         what: str,
     ) -> None:
         """Do tasks that need no buffers, in so many threads; otherwise as :meth:`run`."""
-        self._work(tasks, [lambda: work] * threads, total=total, what=what)
+        self._work(in_order(tasks), [lambda: work] * threads, total=total, what=what)
 
     def _work(
         self,
-        tasks: Iterable[Task],
+        take: Take[Task],
         makers: Sequence[Callable[[], Callable[[Task], int]]],
         *,
         total: int,
         what: str,
     ) -> None:
-        shift = _Shift(iter(tasks))
+        shift = _Shift(take)
         threads = [
-            threading.Thread(target=shift.work, args=(maker,), daemon=True) for maker in makers
+            threading.Thread(target=shift.work, args=(number, maker), daemon=True)
+            for number, maker in enumerate(makers)
         ]
         try:
             for thread in threads:
@@ -119,8 +127,8 @@ class Crew:
 class _Shift(Generic[Task]):
     """The shared state of one run."""
 
-    def __init__(self, tasks: Iterator[Task]) -> None:
-        self._tasks = tasks
+    def __init__(self, take: Take[Task]) -> None:
+        self._take = take
         self._lock = threading.Lock()
         self._news = threading.Condition(threading.Lock())
         self._stopped = False
@@ -128,13 +136,13 @@ class _Shift(Generic[Task]):
         self.done = 0
         self.error: BaseException | None = None
 
-    def work(self, maker: Callable[[], Callable[[Task], int]]) -> None:
+    def work(self, number: int, maker: Callable[[], Callable[[Task], int]]) -> None:
         """What one thread does."""
         try:
             work = maker()
             while not self._stopped:
                 with self._lock:
-                    task = next(self._tasks, None)
+                    task = self._take(number)
                 if task is None:
                     break
                 moved = work(task)

@@ -36,6 +36,7 @@ from reshard.execution.gather import Gatherer
 from reshard.execution.journal import Journal, JournalContent, Records
 from reshard.execution.manifest import MANIFEST_NAME, manifest_text
 from reshard.execution.output import Builder, Output, output_error
+from reshard.execution.queue import FileQueue
 from reshard.execution.replicas import Filler, ReplicaFinding, ReplicaLedger, RouteIndexes
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging, staging_path
@@ -280,9 +281,8 @@ class _Run:
         total = sum(slot.nbytes for file in self.plan.files for slot in file.slots)
         done = sum(self.plan.files[f].slots[s].nbytes for f, s in records.slots)
         try:
-            self.crew.run(
-                output.tasks(reading_order(self.plan)), work_for, total=total - done, what="convert"
-            )
+            queue = FileQueue(reading_order(self.plan), output.begin)
+            self.crew.run(queue.take, work_for, total=total - done, what="convert")
         finally:
             output.abandon()
 

@@ -135,25 +135,22 @@ class Output:
         """Where a file is built."""
         return f"{self._folder}/{self.plan.files[file].path}"
 
-    def tasks(self, order: Sequence[int]) -> Iterator[Task]:
-        """The tasks of all files that are not finished, file by file."""
-        for file in order:
-            if file in self.records.files:
-                continue
-            planned = self.plan.files[file]
-            if planned.size <= self._small or not planned.slots:
-                yield Task(file, None, 0, ())
-                continue
-            slots = {
-                number: _OpenSlot(tasks_of(file, number, slot))
-                for number, slot in enumerate(planned.slots)
-                if (file, number) not in self.records.slots
-            }
-            self._lay_out(file, slots)
-            for slot in list(slots.values()):
-                yield from slot.tasks
-            if not slots:
-                self._close(file)
+    def begin(self, file: int) -> list[Task]:
+        """Lay out a file; returns the tasks that are left to do in it."""
+        if file in self.records.files:
+            return []
+        planned = self.plan.files[file]
+        if planned.size <= self._small or not planned.slots:
+            return [Task(file, None, 0, ())]
+        slots = {
+            number: _OpenSlot(tasks_of(file, number, slot))
+            for number, slot in enumerate(planned.slots)
+            if (file, number) not in self.records.slots
+        }
+        self._lay_out(file, slots)
+        if not slots:
+            self._close(file)
+        return [task for slot in slots.values() for task in slot.tasks]
 
     def _kept(self, file: int) -> dict[int, SlotRecord]:
         return {
@@ -313,11 +310,13 @@ class Builder:
         handle = self._output.handle(task.file)
         leaves: Leaves = {}
         crc = 0
-        for offset, data in stream(task.parts, self._produce, self._block, leaves):
+        # Blocks end where a block of the file ends, so the page cache can use large pages.
+        first = len(self._block) - (slot.offset + task.start) % len(self._block)
+        for offset, data in stream(task.parts, self._produce, self._block, leaves, first=first):
             crc = crc32(data, crc)
             write_all(handle, data, slot.offset + offset)
-        if self._output.fsync and task.parts:
-            start_writing(handle, slot.offset + task.parts[0].start, task.nbytes)
+        if self._output.fsync and task.nbytes:
+            start_writing(handle, slot.offset + task.start, task.nbytes)
         self._output.task_done(task, crc, leaves, self._spare)
         return task.nbytes
 

@@ -25,7 +25,12 @@ Leaves = dict[tuple[int, int], bytes]
 
 
 def stream(
-    parts: Sequence[Part], produce: Produce, buffer: memoryview, leaves: Leaves
+    parts: Sequence[Part],
+    produce: Produce,
+    buffer: memoryview,
+    leaves: Leaves,
+    *,
+    first: int | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
     """Produce parts block by block.
 
@@ -39,6 +44,8 @@ def stream(
         Where they are made.
     leaves
         Receives the digest of each leaf.
+    first
+        Bytes of the first block at most; the others are as large as the buffer.
 
     Yields
     ------
@@ -46,15 +53,16 @@ def stream(
         Offset in the slot and bytes of a block, valid until the next one is asked for.
     """
     begin = parts[0].start if parts else 0
-    used = 0
+    used, room = 0, first or len(buffer)
     for part in parts:
         at = part.start
         digest = xxhash.xxh3_128()
         while at < part.stop:
-            nbytes = _step(part, at, len(buffer) - used)
+            nbytes = _step(part, at, room - used)
             if nbytes == 0:
-                yield begin, buffer[:used]
-                begin, used = begin + used, 0
+                if used:
+                    yield begin, buffer[:used]
+                begin, used, room = begin + used, 0, len(buffer)
                 continue
             view = buffer[used : used + nbytes]
             produce(part, at, at + nbytes, view)

@@ -297,7 +297,10 @@ def maps_from_document(document: object, *, validate: bool = False) -> dict[str,
         When ``validate`` is set and a map is not valid.
     """
     entries = read_params(document)
-    maps = {pattern: _built(entry, f'params."{pattern}"') for pattern, entry in entries.items()}
+    maps = {
+        pattern: _built(entry, f'affine_map.params."{pattern}"')
+        for pattern, entry in entries.items()
+    }
     if validate:
         for pattern, one in maps.items():
             one.validate(pattern)

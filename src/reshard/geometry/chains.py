@@ -69,7 +69,7 @@ def flat_columns(table: LinkTable) -> list[Ints]:
 
 def unbelieved_dims(table: LinkTable, group: Ints) -> Flags:
     """Mark dimensions of two steps that chaining would not have made."""
-    pairs = (table.extent == 2) & ~run_dims(table)
+    pairs: Flags = np.asarray((table.extent == 2) & ~run_dims(table))
     if not pairs.any():
         return pairs
     runs = run_counts(table)

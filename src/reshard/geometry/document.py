@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from reshard.errors import DocumentError, InvalidMapError
+from reshard.geometry.index_math import MAX_OFFSET
 from reshard.geometry.piece import AffinePiece
 
+_RANK_DIGITS = 19
 DOCUMENT_VERSION = 1
 """The version of the map document that is written, and the newest that is read."""
 
@@ -76,11 +78,83 @@ def as_integer(value: object, path: str) -> int:
     Raises
     ------
     DocumentError
-        When it is anything else.
+        When it is anything else; booleans and floats are not integers.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         refuse(path, "not a non-negative integer", "an integer from 0", value)
     return value
+
+
+def as_offset(value: object, path: str) -> int:
+    """Return an integer from 0 to :data:`~reshard.geometry.index_math.MAX_OFFSET`.
+
+    Raises
+    ------
+    DocumentError
+        When it is anything else.
+    """
+    offset = as_integer(value, path)
+    if offset > MAX_OFFSET:
+        refuse(path, "out of range", "0 … 2^62", value)
+    return offset
+
+
+def as_offsets(value: object, path: str) -> tuple[int, ...]:
+    """Return a list of integers from 0 to :data:`~reshard.geometry.index_math.MAX_OFFSET`.
+
+    Raises
+    ------
+    DocumentError
+        When it is anything else.
+    """
+    listed = as_list(value, path)
+    return tuple([as_offset(item, f"{path}[{i}]") for i, item in enumerate(listed)])
+
+
+def as_rank(key: object, path: str) -> int:
+    """Return the rank that a key names, as a number or as JSON's text of one.
+
+    Raises
+    ------
+    DocumentError
+        When it names none.
+    """
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < _RANK_DIGITS:
+        return int(key)
+    if isinstance(key, str):
+        refuse(path, "a rank that is not an integer", "an integer from 0", key)
+    return as_integer(key, path)
+
+
+def as_number(value: object, path: str) -> float:
+    """Return a number; 1 when there is none.
+
+    Raises
+    ------
+    DocumentError
+        When it is anything else, or too large for a float.
+    """
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        refuse(path, "not a number", "a finite non-zero number", value)
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(path, "too large a number", "a finite non-zero number", value)
+
+
+def check_version(record: Mapping[object, object], path: str, newest: int) -> None:
+    """Refuse a document of another version.
+
+    Raises
+    ------
+    DocumentError
+        When its version is not the one that is known.
+    """
+    version = record.get("version")
+    if type(version) is not int or version != newest:
+        refuse(f"{path}.version", "unknown version", str(newest), version)
 
 
 def fields(
@@ -123,7 +197,7 @@ def read_entry(value: object, path: str) -> Entry:
     shapes: dict[int, tuple[int, ...]] = {}
     pieces: dict[int, tuple[AffinePiece, ...]] = {}
     for key, held in as_mapping(ranks, f"{path}.ranks").items():
-        rank = _rank(key, f"{path}.ranks")
+        rank = as_rank(key, f"{path}.ranks")
         here = f"{path}.ranks.{rank}"
         if rank in shapes:
             refuse(here, "rank given twice", "each rank once", key)
@@ -138,21 +212,12 @@ def read_entry(value: object, path: str) -> Entry:
     return logical_shape, shapes, pieces
 
 
-def _rank(key: object, path: str) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19:
-        return int(key)
-    if isinstance(key, str):
-        refuse(path, "a rank that is not an integer", "an integer from 0", key)
-    return as_integer(key, path)
-
-
 def _read_piece(value: object, path: str) -> AffinePiece:
     names = ("shape", "source", "dest", "locations")
     shape, source, dest, locations, scale = fields(value, path, names, ("scale",))
     source_offset, source_strides = _read_side(source, f"{path}.source")
     dest_offset, dest_strides = _read_side(dest, f"{path}.dest")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
-        refuse(f"{path}.scale", "not a number", "a finite non-zero number", scale)
+    factor = as_number(scale, f"{path}.scale")
     try:
         return AffinePiece(
             as_integers(shape, f"{path}.shape"),
@@ -161,7 +226,7 @@ def _read_piece(value: object, path: str) -> AffinePiece:
             dest_offset,
             dest_strides,
             as_integers(locations, f"{path}.locations"),
-            1.0 if scale is None else scale,
+            factor,
         )
     except InvalidMapError as error:
         raise DocumentError(f"{path}: {error}") from error
@@ -210,9 +275,7 @@ def read_params(document: object, path: str = "affine_map") -> dict[str, Entry]:
         When it is malformed or of an unknown version.
     """
     record = as_mapping(document, path)
-    version = record.get("version")
-    if isinstance(version, bool) or not isinstance(version, int) or version != DOCUMENT_VERSION:
-        refuse(f"{path}.version", "unknown version", str(DOCUMENT_VERSION), version)
+    check_version(record, path, DOCUMENT_VERSION)
     _, params = fields(document, path, ("version", "params"))
     entries = {}
     for pattern, entry in as_mapping(params, f"{path}.params").items():

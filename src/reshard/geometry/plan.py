@@ -11,6 +11,7 @@ Segments are held as columns; the :class:`Segment` objects are made when somebod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -21,10 +22,20 @@ from numpy.typing import NDArray
 
 from reshard.errors import CompositionError, DocumentError, UsageError
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
-from reshard.geometry.document import as_integer, as_integers, as_list, as_mapping, fields, refuse
+from reshard.geometry.document import (
+    as_list,
+    as_mapping,
+    as_number,
+    as_offset,
+    as_offsets,
+    as_rank,
+    check_version,
+    fields,
+    refuse,
+)
 from reshard.geometry.frozen import Frozen
 from reshard.geometry.holes import gaps
-from reshard.geometry.index_math import numel
+from reshard.geometry.index_math import MAX_OFFSET, numel, span
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
 from reshard.geometry.notation import block_text, ranges_text
 from reshard.geometry.refinement import names_once
@@ -196,7 +207,7 @@ class TransferPlan(Frozen):
         return hash((len(self), int(link.near.sum()), int(link.far.sum())))
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.table if self._segments is None else self._segments)
 
     def __reduce__(self) -> tuple[object, ...]:
         shapes = self._source_shapes, self._target_shapes
@@ -260,6 +271,9 @@ class TransferPlan(Frozen):
         CompositionError
             Naming the first segment or element that is wrong.
         """
+        if self._table is None:
+            for segment in self.segments:
+                _check_form(segment)
         _verify(self)
 
     def apply(self, source_shards: Mapping[int, Tensor], scale_power: int = 1) -> dict[int, Tensor]:
@@ -324,8 +338,7 @@ class TransferPlan(Frozen):
             With the path of the first malformed value, or for an unknown version.
         """
         record = as_mapping(document, "plan")
-        if record.get("version") != PLAN_VERSION:
-            refuse("plan.version", "unknown version", str(PLAN_VERSION), record.get("version"))
+        check_version(record, "plan", PLAN_VERSION)
         names = ("version", "source_shapes", "target_shapes", "segments", "unfilled")
         _, sources, targets, segments, unfilled = fields(document, "plan", names)
         listed = as_list(segments, "plan.segments")
@@ -335,6 +348,18 @@ class TransferPlan(Frozen):
             [_read_segment(item, f"plan.segments[{i}]") for i, item in enumerate(listed)],
             _read_holes(unfilled, "plan.unfilled"),
         )
+
+
+def _check_form(segment: Segment) -> None:
+    """Refuse a segment that no pieces could have given, before it becomes columns."""
+    shape, strides = segment.shape, (segment.source_strides, segment.target_strides)
+    numbers = (*shape, *strides[0], *strides[1], segment.source_offset, segment.target_offset)
+    sound = all(type(n) is int and 0 <= n <= MAX_OFFSET for n in numbers)
+    sound = sound and all(
+        len(shape) == len(one) and span(shape, one) < MAX_OFFSET for one in strides
+    )
+    if not sound or not math.isfinite(segment.scale) or not segment.scale:
+        raise CompositionError(f"a malformed segment: {segment}", rank=segment.target_rank)
 
 
 def _verify(plan: TransferPlan) -> None:
@@ -362,6 +387,9 @@ def _verify(plan: TransferPlan) -> None:
 def _verify_holes(plan: TransferPlan) -> None:
     table = plan.table
     written = table.numel_by_target()
+    stray = sorted(set(plan.unfilled) - set(plan.target_shapes))
+    if stray:
+        raise CompositionError("holes of an unknown target rank", rank=stray[0])
     for rank, shape in plan.target_shapes.items():
         size, named = numel(shape), plan.unfilled.get(rank, ())
         if written.get(rank, 0) + sum(map(len, named)) != size:
@@ -391,12 +419,12 @@ def _write_segment(segment: Segment) -> dict[str, object]:
 
 def _read_segment(value: object, path: str) -> Segment:
     shape, source, target, scale = fields(value, path, ("shape", "source", "target"), ("scale",))
-    extents = as_integers(shape, f"{path}.shape")
+    extents = as_offsets(shape, f"{path}.shape")
     source_rank, source_offset, source_strides = _read_end(source, f"{path}.source", extents)
     target_rank, target_offset, target_strides = _read_end(target, f"{path}.target", extents)
-    factor = 1.0 if scale is None else scale
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        refuse(f"{path}.scale", "not a number", "a finite non-zero number", scale)
+    factor = as_number(scale, f"{path}.scale")
+    if not math.isfinite(factor) or not factor:
+        refuse(f"{path}.scale", "a scale without an inverse", "a finite non-zero number", scale)
     return Segment(
         extents,
         source_rank,
@@ -405,7 +433,7 @@ def _read_segment(value: object, path: str) -> Segment:
         target_rank,
         target_offset,
         target_strides,
-        float(factor),
+        factor,
     )
 
 
@@ -413,31 +441,25 @@ def _read_end(value: object, path: str, shape: tuple[int, ...]) -> tuple[int, in
     triple = as_list(value, path)
     if len(triple) != 3:
         refuse(path, "not a triple", "[rank, offset, strides]", value)
-    strides = as_integers(triple[2], f"{path}[2]")
+    strides = as_offsets(triple[2], f"{path}[2]")
     if len(strides) != len(shape):
         raise DocumentError(f"{path}[2]: strides and shape differ in length")
-    return as_integer(triple[0], f"{path}[0]"), as_integer(triple[1], f"{path}[1]"), strides
+    return as_offset(triple[0], f"{path}[0]"), as_offset(triple[1], f"{path}[1]"), strides
 
 
 def _read_shapes(value: object, path: str) -> dict[int, tuple[int, ...]]:
     return {
-        _read_rank(key, path): as_integers(shape, f"{path}.{key}")
+        as_rank(key, path): as_offsets(shape, f"{path}.{key}")
         for key, shape in as_mapping(value, path).items()
     }
-
-
-def _read_rank(key: object, path: str) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit():
-        return int(key)
-    return as_integer(key, path)
 
 
 def _read_holes(value: object, path: str) -> dict[int, list[range]]:
     holes = {}
     for key, listed in as_mapping(value, path).items():
         here = f"{path}.{key}"
-        pairs = [as_integers(pair, here) for pair in as_list(listed, here)]
+        pairs = [as_offsets(pair, here) for pair in as_list(listed, here)]
         if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs):
             refuse(here, "not a range", "[start, stop]", listed)
-        holes[_read_rank(key, path)] = [range(*pair) for pair in pairs]
+        holes[as_rank(key, path)] = [range(*pair) for pair in pairs]
     return holes

@@ -125,6 +125,16 @@ def test_absent_expert_shards_leave_the_weights_of_the_expert_files(folder: Path
     assert checkpoint.tensors[f"{PREFIX}.w1", "fp32"].role is Role.PARAMETER
 
 
+def test_frozen_experts_come_from_the_expert_files(folder: Path) -> None:
+    """Nobody trains them, so nothing is absent."""
+    rewrite(folder, OPTIMIZER, drop_group)
+    rewrite(folder, MODEL, lambda model: model["param_shapes"].pop())
+    checkpoint = opened(folder)
+    assert wrong_states(checkpoint, only(("fp32",), MIXTURE.full())) == []
+    assert checkpoint.tensors[f"{PREFIX}.w1", "fp32"].role is Role.FROZEN
+    assert checkpoint.problems == ()
+
+
 def test_without_any_optimizer_file_the_weights_are_delivered(folder: Path) -> None:
     def with_weights(model: dict[str, Any]) -> None:
         model["module"]["dense.weight"] = MIXTURE.full()["dense.weight"]["fp32"]

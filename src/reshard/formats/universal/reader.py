@@ -51,6 +51,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
     aliases = {a: o.text() for a, o in _entries(model.maybe("shared_params"))} if model else {}
     tensors: dict[TensorKey, StoredTensor] = {}
     scalars: dict[TensorKey, Scalar] = {}
+    restore_keys: dict[str, dict[str, object]] = {}
     files = []
     for name, state, path in _state_files(folder.path / ZERO):
         files.append(SourceFile(str(path), path.stat().st_size, "parameter state"))
@@ -63,6 +64,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
             tensors[name, state] = _tensor(
                 name, state, archive, shapes.get(name), _role(name, model)
             )
+            restore_keys.setdefault(name, _restore_keys(archive))
     if optimizer is not None:
         scalars |= _other_scalars(optimizer)
     return Checkpoint(
@@ -72,7 +74,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         tensors=tensors,
         scalars=scalars,
         aliases=aliases,
-        extras=_extras(model, optimizer, folder.path),
+        extras=_extras(model, optimizer, folder.path) | _kept(restore_keys),
         versions=_versions(model),
         files=tuple(files) + _other_files(folder.path),
         problems=tuple(_problems(folder.path, tensors)),
@@ -162,6 +164,17 @@ def _tensor(
         role,
         _PROVENANCE,
     )
+
+
+def _restore_keys(archive: Archive) -> dict[str, object]:
+    """What a state file says beside its tensor (`cat_dim`, `is_expert_param`, …)."""
+    return {key: value for key, value in text_keyed(archive.root).items() if key != "param"}
+
+
+def _kept(restore_keys: Mapping[str, Mapping[str, object]]) -> dict[str, Extra]:
+    """The extra that hands these keys to writers; none when no file has any."""
+    stated = {name: keys for name, keys in restore_keys.items() if keys}
+    return {"restore_keys": Extra(stated)} if stated else {}
 
 
 def _scalar(cursor: Cursor, archive: Archive) -> Scalar:

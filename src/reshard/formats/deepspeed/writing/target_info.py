@@ -58,7 +58,7 @@ def target_info(
     if not source.info:
         return {**deepspeed_info(maps, listed=contents.held), **kept}
     info = {key: value for key, value in source.info.items() if key not in (KEPT, KEPT_HEADS)}
-    if MAPS in info or not source.is_explicit:
+    if MAPS in info or (options.tp > 1 and not source.is_explicit):
         info[MAPS] = maps_to_document({exact(name): one for name, one in maps.items()})
     if WIDTHS in info:
         info[WIDTHS] = _widths(source.keys(options.tp), maps)
