@@ -75,13 +75,14 @@ class MapValue(Frozen):
         )
 
     def __hash__(self) -> int:
-        if self._hash is None:
+        value = self._hash
+        if value is None:
             table = self.table
             # Cheap and the same however the map is held: shapes, and sums over the pieces.
             sums = (int(column.sum()) for column in (table.link.near, table.link.far))
             value = hash((self.logical_shape, *self._shapes.items(), len(table), *sums))
             object.__setattr__(self, "_hash", value)
-        return self._hash  # type: ignore[return-value]
+        return value
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.logical_shape, self._shapes, self._owned())
@@ -100,18 +101,21 @@ class MapValue(Frozen):
 
     def _owned(self) -> dict[int, tuple[AffinePiece, ...]]:
         """Return the pieces of each rank, made from the table on the first call."""
-        if self._pieces is None:
+        pieces = self._pieces
+        if pieces is None:
             made = self.table.pieces()
             pieces = {rank: tuple(made.get(rank, ())) for rank in self._shapes}
             object.__setattr__(self, "_pieces", pieces)
-        return self._pieces  # type: ignore[return-value]
+        return pieces
 
     @property
     def table(self) -> PieceTable:
         """The non-empty pieces as columns."""
-        if self._table is None:
-            object.__setattr__(self, "_table", PieceTable.of(self._owned()))
-        return self._table  # type: ignore[return-value]
+        table = self._table
+        if table is None:
+            table = PieceTable.of(self._owned())
+            object.__setattr__(self, "_table", table)
+        return table
 
     @property
     def shard_shapes(self) -> Mapping[int, tuple[int, ...]]:

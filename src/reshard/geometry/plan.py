@@ -227,16 +227,20 @@ class TransferPlan(Frozen):
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The copies, in order of target rank and target offset."""
-        if self._segments is None:
-            object.__setattr__(self, "_segments", tuple(self.table.segments()))
-        return self._segments  # type: ignore[return-value]
+        segments = self._segments
+        if segments is None:
+            segments = tuple(self.table.segments())
+            object.__setattr__(self, "_segments", segments)
+        return segments
 
     @property
     def table(self) -> SegmentTable:
         """The copies as columns."""
-        if self._table is None:
-            object.__setattr__(self, "_table", SegmentTable.of(self.segments))
-        return self._table  # type: ignore[return-value]
+        table = self._table
+        if table is None:
+            table = SegmentTable.of(self.segments)
+            object.__setattr__(self, "_table", table)
+        return table
 
     @property
     def source_shapes(self) -> Mapping[int, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from reshard.errors import CheckpointError, DocumentError, LayoutError, UnsupportedError
 from reshard.formats.deepspeed.records import ModelStates
@@ -101,7 +102,7 @@ class ExpertLayer:
 
     def map_of(self, tail: tuple[int, ...]) -> ParamAffineMap:
         """The map of a parameter over EP ranks."""
-        return expert_map(self.placement, (self.placement.num_experts, *tail)).canonical()
+        return _lowered(self.placement, (self.placement.num_experts, *tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,12 @@ class AutoEP:
     def partitioned(self) -> bool:
         """Whether the experts are in the rank files (ZeRO-3)."""
         return any(layer.partitioned for layer in self.layers.values())
+
+
+@lru_cache(maxsize=64)
+def _lowered(placement: ExpertPlacement, shape: tuple[int, ...]) -> ParamAffineMap:
+    """The canonical map; layers of a model share a handful of them."""
+    return expert_map(placement, shape).canonical()
 
 
 # --------------------------------------------------------------------------- the layers
@@ -296,7 +303,7 @@ def _require_same_map(
     shape = stored.logical_shape
     if not shape or shape[0] != placement.num_experts:
         raise _conflict(name, file, None, f"{placement.num_experts} experts", f"shape {shape}")
-    placed = expert_map(placement, shape).canonical()
+    placed = _lowered(placement, shape)
     said = stored.canonical()
     for rank in sorted({*placed.ranks, *said.ranks}):
         expected, found = placed.pieces_by_rank.get(rank), said.pieces_by_rank.get(rank)

@@ -26,7 +26,7 @@ Source: `checkpoint/constants.py`, `module_inject/layers.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -57,7 +57,6 @@ __all__ = [
     "parameter_shapes",
     "read_layouts",
     "read_stored_maps",
-    "refuse_unknown",
 ]
 
 
@@ -188,11 +187,6 @@ def read_stored_maps(info: Cursor | None, keys: ConversionKeys | None = None) ->
         return None
     maps = PatternTable.of(maps_from_document(document.value).items(), document.file)
     return StoredMaps(maps, keys or ConversionKeys(), document.file)
-
-
-def refuse_unknown(names: Iterable[str], file: str, degree: int) -> LayoutError:
-    """The error for parameters whose layout nobody states."""
-    return Layouts((), degree, file).unknown(names)
 
 
 def _one_info(infos: Sequence[Cursor | None]) -> Cursor | None:
