@@ -18,6 +18,7 @@ built-in that a caller would expect to catch (``ValueError``, ``FileNotFoundErro
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 
 class ReshardError(Exception):
@@ -64,6 +65,10 @@ class ReshardError(Exception):
         self.next_step = next_step
         super().__init__(self._line())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by text and attributes: constructors of subclasses take other arguments."""
+        return _restored, (type(self), self.args), self.__dict__
+
     def _where(self) -> Iterable[str]:
         if self.file is not None:
             yield self.file
@@ -78,6 +83,13 @@ class ReshardError(Exception):
         parts = (self.what, ", ".join(self._where()), said)
         line = ": ".join(part for part in parts if part)
         return f"{line}; next: {self.next_step}" if self.next_step else line
+
+
+def _restored(kind: type[ReshardError], arguments: tuple[object, ...]) -> ReshardError:
+    base = cast("type[BaseException]", kind.__base__)  # an OSError is allocated as one
+    made = base.__new__(kind)
+    made.args = arguments
+    return made
 
 
 class InternalError(ReshardError):

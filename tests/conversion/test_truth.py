@@ -34,10 +34,6 @@ def converted(case: Case, tmp_path: Path, **options: object) -> Path:
     return destination
 
 
-def exact(among: list[Case]) -> list[object]:
-    return by_name(case for case in among if case.model != "megatron")
-
-
 WHOLE = [
     *dense(),
     *with_pipeline(case for case in cases() if case.is_zero and not case.drifts),
@@ -45,7 +41,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("case", exact(WHOLE))
+@pytest.mark.parametrize("case", by_name(WHOLE))
 def test_every_state_is_bit_equal(case: Case, tmp_path: Path) -> None:
     folder = converted(case, tmp_path)
     wrong = [
@@ -58,7 +54,7 @@ def test_every_state_is_bit_equal(case: Case, tmp_path: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("case", exact(dense()))
+@pytest.mark.parametrize("case", by_name(dense()))
 def test_nothing_else_is_lost(case: Case, tmp_path: Path) -> None:
     folder = converted(case, tmp_path)
     truth = case.truth()
@@ -74,7 +70,7 @@ def test_nothing_else_is_lost(case: Case, tmp_path: Path) -> None:
     assert steps == set(truth.steps)
 
 
-@pytest.mark.parametrize("case", exact(golden()))
+@pytest.mark.parametrize("case", by_name(golden()))
 def test_files_are_valid_for_others(case: Case, tmp_path: Path) -> None:
     folder = converted(case, tmp_path)
     for path in sorted(folder.rglob("*.pt")):

@@ -29,6 +29,7 @@ class Bench:
     second: Server
     whole: dict[str, bytes]
     names: list[str]
+    source: Path
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     job = job_of(folder / "in")
     execute(job, folder / "out", workers=2, max_memory=MIB)
     server, second = Server(folder / "in"), Server(folder / "in")
-    yield Bench(server, second, tree(folder / "out"), [file.path for file in job.files])
+    names = [file.path for file in job.files]
+    yield Bench(server, second, tree(folder / "out"), names, folder / "in")
     server.close()
     second.close()
 
@@ -185,7 +187,9 @@ class TestResume:
         journal.write_bytes(data[: len(data) // 2])
         check_resume(bench, out)
 
-    @pytest.mark.parametrize("line", ['["reshard-journal-1","other","other"]', '["v2"]', "junk"])
+    @pytest.mark.parametrize(
+        "line", ['["reshard-journal-1","other","other",[]]', '["reshard-journal-2","x"]', "junk"]
+    )
     def test_the_work_of_another_run_is_not_continued(
         self, out: Path, bench: Bench, line: str
     ) -> None:
@@ -194,8 +198,36 @@ class TestResume:
         journal.write_text("\n".join([line, *journal.read_text().split("\n")[1:]]))
         refused = bench.server.run(Order(str(out), resume=True))
         assert refused.code == 2
-        assert "OutputError" in refused.text
-        assert "--overwrite" in refused.text
+        assert "the interrupted run did something else" in refused.text
+        refused = bench.server.run(Order(str(out)))
+        assert refused.code == 2
+        assert "an interrupted run has left finished work" in refused.text
+        assert bench.server.run(Order(str(out), overwrite=True)).code == 0
+        assert tree(out) == bench.whole
+
+    def test_a_line_cut_off_does_not_spoil_the_next_run(self, out: Path, bench: Bench) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        journal = staging_path(out) / "journal"
+        data = journal.read_bytes()
+        journal.write_bytes(data[: len(data) // 2])
+        bench.server.run(Order(str(out), at="filled", resume=True))
+        assert finished(out) == 24
+        check_resume(bench, out)
+
+    def test_sources_touched_since_are_compared_again(self, tmp_path: Path, bench: Bench) -> None:
+        out, source = tmp_path / "out", bench.source / "rank_0.bin"
+        bench.server.run(Order(str(out), at="filled"))
+        data = source.read_bytes()
+        middle = len(data) // 2 + 1000  # inside a shard, far from both ends
+        source.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        changed = bench.server.run(Order(str(out), resume=True, at="filled"))
+        assert changed.code == KILLED
+        data_now = {p.read_bytes() for p in (staging_path(out) / "data").rglob("*.bin")}
+        assert len(data_now - set(bench.whole.values())) == 1
+        source.write_bytes(data)
+        result = bench.server.run(Order(str(out), resume=True))
+        assert result == Outcome(0, "tensors 24 kept 23")
+        assert tree(out) == bench.whole
 
     def test_without_anything_to_resume_it_begins(self, out: Path, bench: Bench) -> None:
         assert bench.server.run(Order(str(out), resume=True)).code == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.errors import ReplicaMismatchError, UnsupportedError
+from reshard.errors import OutputError, ReplicaMismatchError, UnsupportedError
 from reshard.execution import execute, staging_path
 from reshard.execution.buffers import KIB, MIB
 from reshard.execution.replicas import ReplicaFinding, larger
@@ -125,6 +125,24 @@ class TestFirst:
         execute(job, tmp_path / "out", workers=1, max_memory=MIB)
         text = tree(tmp_path / "out")["reshard_manifest.json"].decode()
         assert '"policy": "first", "differ": [{"name": "w", "state": "fp32", "count": 1' in text
+
+    def test_what_was_found_before_a_crash_is_not_forgotten(
+        self, tmp_path: Path, full: Array
+    ) -> None:
+        changes = {1: {5: 1.5, 20_000: float("nan")}}
+        checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), changes)
+        job = plan(checkpoint, target_for(checkpoint), replicas="first")
+        execute(job, tmp_path / "whole", workers=1, max_memory=MIB)
+
+        def stop(stage: str) -> None:
+            if stage == "filled":
+                raise OSError(5, "a fault")
+
+        with pytest.raises(OutputError):
+            execute(job, tmp_path / "out", workers=1, max_memory=MIB, stage=stop)
+        report = execute(job, tmp_path / "out", workers=1, max_memory=MIB, resume=True)
+        assert (report.kept, report.replicas[0].count) == (1, 2)
+        assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 class TestMean:

@@ -27,7 +27,8 @@ from reshard.execution import (
 )
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.registry import writer_for
+from reshard.formats.deepspeed.writing import NativeOptions
+from reshard.formats.registry import lay_out
 from reshard.planning import Estimate, Plan, estimate, plan
 
 
@@ -117,6 +118,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas: str = "refuse",
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    native: NativeOptions | None = None,
+    drop_in: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint to another format, bit for bit.
@@ -148,6 +151,10 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas
         What to do where ranks that should hold the same bytes differ: ``"refuse"``, ``"first"``
         (take the lowest rank's) or ``"mean"``.
+    native
+        The topology to write for, with ``to="deepspeed"``.
+    drop_in
+        Write the whole trainer's folder that the source lies in, with ``to="deepspeed"``.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
 
@@ -161,7 +168,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final = resolved(destination)
     whole = open_checkpoint(source, also=also, layout=layout)
     chosen = select(whole, include=include, exclude=exclude, states=states)
-    job = plan(chosen, writer_for(to)(chosen, tag=final.name), replicas=replicas)
+    carried, target = lay_out(chosen, to=to, tag=final.name, native=native, drop_in=drop_in)
+    job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
     left_out = len(whole.tensors) - len(chosen.tensors)
     report = _forecast(chosen, job, final, left_out, threads, max_memory)

@@ -17,6 +17,7 @@ _WHAT = "What to carry"
 _SAFETY = "Safety"
 _BUDGETS = "Budgets"
 _OUTPUT = "Output"
+_TOPOLOGY = "Topology to write for (--to deepspeed)"
 
 
 class Replicas(str, Enum):
@@ -97,6 +98,67 @@ Files = Annotated[
 
 To = Annotated[
     str, typer.Option("--to", metavar="FORMAT", help="The format to write.", rich_help_panel=_WHAT)
+]
+Stage = Annotated[
+    int | None,
+    typer.Option(
+        "--stage", metavar="{0,1,2,3}", help="ZeRO stage.", rich_help_panel=_TOPOLOGY, min=0, max=3
+    ),
+]
+Dp = Annotated[
+    int | None,
+    typer.Option(
+        "--dp", metavar="N", help="Data-parallel degree.", rich_help_panel=_TOPOLOGY, min=1
+    ),
+]
+Tp = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        help="Tensor-parallel degree.  1 by default.",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
+Pp = Annotated[
+    int | None,
+    typer.Option(
+        "--pp",
+        metavar="N",
+        help="Pipeline-parallel degree.  1 by default.",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
+Ep = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        metavar="N",
+        help="Expert-parallel degree.  1 by default.",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
+ModelDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Element type of the model weights: float32, bfloat16 or float16. "
+        "As in the source by default; masters and optimizer states keep theirs.",
+        rich_help_panel=_TOPOLOGY,
+    ),
+]
+DropIn = Annotated[
+    bool,
+    typer.Option(
+        "--drop-in",
+        help="Write the whole trainer's folder that CKPT lies in: the checkpoint, and the "
+        "trainer's own files beside it.",
+        rich_help_panel=_TOPOLOGY,
+    ),
 ]
 Include = Annotated[
     list[str] | None,

@@ -1,8 +1,7 @@
 """Auditing: digests of bytes that are on disk, compared with what was written down.
 
-Theory. Two things need it: continuing an interrupted run, which trusts a journal line only when the
-bytes have its digests, and checking an output against its manifest long after. Both read every byte
-once, in blocks, in parallel.
+Theory. A manifest covers every byte of its output once, so reading them all once, in blocks, in
+parallel, finds every later change: a bad disk, a truncated copy, a file that was edited or added.
 """
 
 from __future__ import annotations
@@ -11,110 +10,15 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from reshard.errors import ArchiveError
-from reshard.execution.blocks import Part, parts_of
 from reshard.execution.buffers import Workspace, workspaces
 from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES, digest_of
-from reshard.execution.journal import Records
 from reshard.execution.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, read_manifest
-from reshard.execution.output import gaps_of, rest_digest, slot_record
-from reshard.execution.stream import Leaves, stream
-from reshard.formats.torch_archive import crc32
-
-if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
-
-
-def verified(plan: Plan, folder: Path, claimed: Records, crew: Crew) -> Records:
-    """The records of a journal that the bytes bear out.
-
-    Parameters
-    ----------
-    plan
-        What the journal is about.
-    folder
-        Where the files are.
-    claimed
-        What the journal says.
-    crew
-        Who reads them.
-
-    Returns
-    -------
-    Records
-        Slots whose digests are right, and files of which everything is.
-    """
-    borne_out = Records()
-    slots = {key: record for key, record in claimed.slots.items() if _exists(plan, *key)}
-
-    def slot_work(space: Workspace) -> Callable[[tuple[int, int]], int]:
-        def work(key: tuple[int, int]) -> int:
-            if _slot_holds(plan, folder, key, claimed, space.block):
-                borne_out.slots[key] = slots[key]
-            return plan.files[key[0]].slots[key[1]].nbytes
-
-        return work
-
-    total = sum(plan.files[file].slots[slot].nbytes for file, slot in slots)
-    crew.run(in_order(sorted(slots)), slot_work, total=total, what="verify what was kept")
-    buffer = crew.spaces[0].block
-    for file, rest in claimed.files.items():
-        if file < len(plan.files) and _file_holds(plan, folder, file, rest, borne_out, buffer):
-            borne_out.files[file] = rest
-    return borne_out
-
-
-def _exists(plan: Plan, file: int, slot: int) -> bool:
-    return file < len(plan.files) and slot < len(plan.files[file].slots)
-
-
-def _slot_holds(
-    plan: Plan, folder: Path, key: tuple[int, int], claimed: Records, buffer: memoryview
-) -> bool:
-    file, slot = plan.files[key[0]], plan.files[key[0]].slots[key[1]]
-    leaves: Leaves = {}
-    crc = 0
-    try:
-        handle = os.open(folder / file.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-
-    def produce(part: Part, start: int, stop: int, view: memoryview) -> None:
-        if os.preadv(handle, [view], slot.offset + start) != stop - start:
-            raise EOFError(part)
-
-    try:
-        for _, data in stream(tuple(parts_of(slot)), produce, buffer, leaves):
-            crc = crc32(data, crc)
-    except (OSError, EOFError):
-        return False
-    finally:
-        os.close(handle)
-    return slot_record(slot, crc, leaves) == claimed.slots[key]
-
-
-def _file_holds(
-    plan: Plan, folder: Path, file: int, rest: str, borne_out: Records, buffer: memoryview
-) -> bool:
-    planned = plan.files[file]
-    if any((file, slot) not in borne_out.slots for slot in range(len(planned.slots))):
-        return False
-    try:
-        handle = os.open(folder / planned.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        whole = os.fstat(handle).st_size == planned.size
-        return whole and rest_digest(handle, planned, buffer) == rest
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+from reshard.execution.output import gaps_of
 
 
 @dataclass(frozen=True, slots=True)

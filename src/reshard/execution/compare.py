@@ -21,13 +21,12 @@ import numpy as np
 from reshard.execution.buffers import Workspace, workspaces
 from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES
+from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.replicas import (
     FIRST,
-    Filler,
     ReplicaFinding,
-    ReplicaLedger,
-    RouteIndexes,
+    joined_findings,
     larger,
     raw_bits,
     same_bits,
@@ -193,7 +192,7 @@ def compare(
         replicas=tuple(
             (name, finding)
             for name, side in zip(SIDES, pair.sides, strict=True)
-            for finding in side.ledger.findings()
+            for finding in joined_findings(side.findings)
         ),
     )
 
@@ -241,14 +240,14 @@ class _Side:
     fills: dict[TensorKey, PlannedFill]
     files: SourceFiles
     names: list[str]
-    ledger: ReplicaLedger
+    findings: list[ReplicaFinding]
 
 
 def _side(checkpoint: Checkpoint, keys: list[TensorKey]) -> _Side:
     table, book = SourceTable(checkpoint), RouteBook()
     fills = {key: _identity_fill(checkpoint.tensors[key], table, book) for key in keys}
     sources = table.files()
-    return _Side(fills, SourceFiles(sources), [s.name for s in sources], ReplicaLedger())
+    return _Side(fills, SourceFiles(sources), [s.name for s in sources], [])
 
 
 def _identity_fill(tensor: StoredTensor, table: SourceTable, book: RouteBook) -> PlannedFill:
@@ -309,14 +308,7 @@ class _Pair:
 
     def _work_for(self, space: Workspace) -> Callable[[_Stretch], int]:
         fillers = [
-            Filler(
-                Gatherer(side.files, space.scratch),
-                space,
-                self._indexes,
-                FIRST,
-                side.ledger,
-                side.names,
-            )
+            Filler(Gatherer(side.files, space.scratch), space, self._indexes, FIRST, side.names)
             for side in self.sides
         ]
         return _Comparer(self, fillers, space).do
@@ -378,6 +370,8 @@ class _Comparer:
             run = Move((stop - start,), 0, 0, (1,), start, (1,))
             if not same_bits(run, item, start, *self._blocks, self._flags):
                 self._examine(fills[0], start, stop)
+        for filler, side in zip(self._fillers, self._pair.sides, strict=True):
+            side.findings.extend(filler.taken())
         return (stretch.stop - stretch.start) * item
 
     def _examine(self, fill: PlannedFill, start: int, stop: int) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,17 +28,18 @@ import xxhash
 from reshard import __version__
 from reshard.errors import OutputError, ReplicaMismatchError, ReshardError, UnsupportedError
 from reshard.execution import destination as place
-from reshard.execution.audit import verified
 from reshard.execution.blocks import Task, reading_order
 from reshard.execution.buffers import LARGEST_BLOCK, Workspace, workspaces
 from reshard.execution.crew import Crew, Progress
 from reshard.execution.durable import SYNC_THREADS, sync_file, sync_folder
+from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
-from reshard.execution.journal import Journal, JournalContent, Records
+from reshard.execution.journal import Identity, Journal, JournalContent, Records
 from reshard.execution.manifest import MANIFEST_NAME, manifest_text
 from reshard.execution.output import Builder, Output, output_error
 from reshard.execution.queue import FileQueue
-from reshard.execution.replicas import Filler, ReplicaFinding, ReplicaLedger, RouteIndexes
+from reshard.execution.replicas import ReplicaFinding, joined_findings
+from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging, staging_path
 
@@ -168,12 +170,14 @@ class _Run:
         self.crew = crew
         self.budget = budget
         self.stage = stage
-        self.ledger = ReplicaLedger()
+        self.indexes = RouteIndexes()
+        self.names = [source.name for source in plan.sources]
 
     def all(self, *, resume: bool, overwrite: bool) -> Report:
         """Every stage, from what an earlier run left to the published output."""
         fingerprints = self.sources.fingerprints()
-        identity = self.plan.digest(), xxhash.xxh3_128_hexdigest(repr(fingerprints).encode())
+        sources = xxhash.xxh3_128_hexdigest(repr(fingerprints).encode())
+        identity = Identity(self.plan.digest(), sources, self.sources.stamps)
         found = self._found(identity, resume=resume, overwrite=overwrite)
         if found is not None and self._is_published(found):
             self.staging.finish(self.plan.pointer, stage=self.stage)
@@ -186,13 +190,11 @@ class _Run:
                 raise
             raise output_error(error, self.staging.destination) from error
 
-    def _found(
-        self, identity: tuple[str, str], *, resume: bool, overwrite: bool
-    ) -> JournalContent | None:
+    def _found(self, identity: Identity, *, resume: bool, overwrite: bool) -> JournalContent | None:
         """What is to be continued; anything else an earlier run left is gone afterwards."""
         found = self.staging.found()
         if found is not None and resume:
-            if (found.plan, found.sources) == identity:
+            if found.identity.same_work(identity):
                 return found
             if not overwrite:
                 raise OutputError(
@@ -220,33 +222,48 @@ class _Run:
 
     def _fresh(
         self,
-        identity: tuple[str, str],
+        identity: Identity,
         found: JournalContent | None,
         fingerprints: Fingerprints,
         *,
         overwrite: bool,
     ) -> Report:
-        journal = Journal(self.staging.journal_path)
         try:
-            if found is None:
-                journal.begin(*identity, fsync=self.budget.fsync)
-            self.stage("journal")
-            records = self._prepared(found)
+            records = self._kept(found, identity)
             kept = len(records.slots)
-            self._fill(journal, records)
-            self.stage("filled")
-            self.sources.check_unchanged()
-            self._complete(journal, records, fingerprints)
+            path, fsync = self.staging.journal_path, self.budget.fsync
+            with closing(Journal(path, identity, records, fsync=fsync)) as journal:
+                self.stage("journal")
+                self._prepare(found)
+                self._fill(journal, records)
+                self.stage("filled")
+                self.sources.check_unchanged()
+                self._complete(journal, records, fingerprints)
         except BaseException as error:
-            journal.close()
             self._clean_up(error)
             raise
-        journal.close()
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
         return self._report(records, kept)
 
-    def _prepared(self, found: JournalContent | None) -> Records:
-        """Make room and folders; what of an earlier run is still as its journal says."""
+    def _kept(self, found: JournalContent | None, identity: Identity) -> Records:
+        """What of an earlier run is still as its journal says."""
+        if found is None:
+            return Records()
+        touched = found.identity.stamps != identity.stamps
+        return kept_records(
+            self.plan,
+            self.staging.data,
+            found.records,
+            self.crew,
+            self._filler if touched else None,
+        )
+
+    def _filler(self, space: Workspace) -> Filler:
+        gatherer = Gatherer(self.sources, space.scratch)
+        return Filler(gatherer, space, self.indexes, self.plan.replicas, self.names)
+
+    def _prepare(self, found: JournalContent | None) -> None:
+        """See that there is room, and make the folders."""
         data = self.staging.data
         present = 0
         if found is not None and data.exists():
@@ -256,9 +273,6 @@ class _Run:
         for folder in place.folders_of(self.plan):
             (data / folder).mkdir(exist_ok=True)
         self.stage("folders")
-        if found is None:
-            return Records()
-        return verified(self.plan, data, found.records, self.crew)
 
     def _fill(self, journal: Journal, records: Records) -> None:
         sizes = len(self.crew.spaces[0].block)
@@ -270,13 +284,9 @@ class _Run:
             small=min(sizes, LARGEST_BLOCK),
             fsync=self.budget.fsync,
         )
-        indexes = RouteIndexes()
-        names = [source.name for source in self.plan.sources]
 
         def work_for(space: Workspace) -> Callable[[Task], int]:
-            gatherer = Gatherer(self.sources, space.scratch)
-            filler = Filler(gatherer, space, indexes, self.plan.replicas, self.ledger, names)
-            return Builder(output, filler, space).do
+            return Builder(output, self._filler(space), space).do
 
         total = sum(slot.nbytes for file in self.plan.files for slot in file.slots)
         done = sum(self.plan.files[f].slots[s].nbytes for f, s in records.slots)
@@ -289,7 +299,7 @@ class _Run:
     def _complete(self, journal: Journal, records: Records, fingerprints: Fingerprints) -> None:
         """Write the manifest, make everything durable, and say so in the journal."""
         text = manifest_text(
-            self.plan, records, fingerprints, self.ledger.findings(), __version__
+            self.plan, records, fingerprints, _findings(records), __version__
         ).encode()
         (self.staging.data / MANIFEST_NAME).write_bytes(text)
         self.stage("manifest")
@@ -323,5 +333,11 @@ class _Run:
             len(records.slots),
             kept,
             sum(file.size for file in self.plan.files),
-            self.ledger.findings(),
+            _findings(records),
         )
+
+
+def _findings(records: Records) -> tuple[ReplicaFinding, ...]:
+    """Replicas that were let through, by name and state, whoever found them."""
+    slots = sorted(records.slots.items())
+    return joined_findings(finding for _, record in slots for finding in record.findings)

@@ -1,33 +1,46 @@
 """The journal: what is finished, so that an interrupted run can go on.
 
-Theory. A text file of one JSON list a line, only ever appended to. The first line says what it is
-and which plan and sources it belongs to; then one line a finished slot (with its CRC and the
-digests of its fills), one a finished file (with the digest of its bytes outside the slots), and
-marks of the stages of publication. A line is appended with a single write after the bytes it speaks
-of were written; a last line that was cut off is dropped when the journal is read.
+Theory. A text file of one JSON list a line. The first line says what it is, which plan and sources
+it belongs to, and the *stamps* of the source files (size and time of last change) when the run
+began; then one line a finished slot (its CRC, the digests of its fills, replicas that were let
+through), one a finished file (the digest of its bytes outside the slots), and marks of the stages
+of publication. A line is appended with a single write, after the bytes it speaks of were written; a
+last line that was cut off does not count.
 
-A journal is a claim, not a proof: after a power loss it may have survived bytes that did not.
-Whoever continues compares the digests with the bytes before trusting a line.
+A journal is a claim, not a proof: after a power loss it may have survived bytes that did not, and a
+source file may have changed since. Whoever continues compares the digests with the bytes, and where
+stamps differ with the sources too, and then begins a new journal with what was borne out.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.errors import OutputError
+from reshard.execution.replicas import ReplicaFinding
 
 JOURNAL_FORMAT = "reshard-journal-1"
+FOREIGN = "of another version"
+"""The mark of a journal that this version cannot read."""
+
+Stamps = tuple[tuple[int, int], ...]
+"""Size in bytes and time of last change in nanoseconds of every source file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """A finished slot: its CRC-32 and the digest of each of its fills."""
+    """A finished slot: CRC-32, digest of each fill, and replicas that were let through."""
 
     crc: int
     digests: tuple[str, ...]
+    findings: tuple[ReplicaFinding, ...] = ()
+
+    def same_bytes(self, other: SlotRecord) -> bool:
+        """Whether both speak of the same bytes."""
+        return (self.crc, self.digests) == (other.crc, other.digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,56 +52,89 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalContent:
-    """A journal as it was found: its two identities, its records and its marks."""
+class Identity:
+    """What a run is about: digests of its plan and of the ends of its sources, and their stamps."""
 
     plan: str
     sources: str
+    stamps: Stamps
+
+    def same_work(self, other: Identity) -> bool:
+        """Whether one run can continue the other."""
+        return (self.plan, self.sources) == (other.plan, other.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContent:
+    """A journal as it was found: what it is about, its records and its marks."""
+
+    identity: Identity
     records: Records = field(default_factory=Records)
     marks: set[str] = field(default_factory=set)
 
 
 class Journal:
-    """A journal open for appending.
+    """A journal open for appending, begun anew.
 
     Parameters
     ----------
     path
-        The file; it is created when missing.
+        The file; an older one is replaced in one step.
+    identity
+        What the run is about.
+    records
+        What is finished already.
+    fsync
+        Whether the beginning and marks are made durable; then a folder is known to be ours.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def begin(self, plan: str, sources: str, *, fsync: bool) -> None:
-        """Write the first line; once it is durable the folder is known to be ours."""
-        self._append([[JOURNAL_FORMAT, plan, sources]])
+    def __init__(self, path: Path, identity: Identity, records: Records, *, fsync: bool) -> None:
+        self._fsync = fsync
+        fresh = path.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        self._handle = os.open(fresh, flags, 0o644)
+        self._append([[JOURNAL_FORMAT, identity.plan, identity.sources, identity.stamps]])
+        self._append(_slot_line(*key, record) for key, record in records.slots.items())
+        self._append(["file", file, rest] for file, rest in records.files.items())
         if fsync:
             os.fsync(self._handle)
+        fresh.rename(path)
 
-    def finished(self, file: int, slots: dict[int, SlotRecord], rest: str | None) -> None:
+    def finished(self, file: int, slots: Mapping[int, SlotRecord], rest: str | None) -> None:
         """Note finished slots of a file and, when it is finished itself, the rest's digest."""
-        lines: list[list[object]] = [
-            ["slot", file, slot, record.crc, list(record.digests)] for slot, record in slots.items()
-        ]
-        if rest is not None:
-            lines.append(["file", file, rest])
-        self._append(lines)
+        lines = [_slot_line(file, slot, record) for slot, record in slots.items()]
+        self._append(lines if rest is None else [*lines, ["file", file, rest]])
 
     def mark(self, stage: str) -> None:
-        """Note that a stage of publication is reached, durably."""
+        """Note that a stage of publication is reached."""
         self._append([["mark", stage]])
-        os.fsync(self._handle)
+        if self._fsync:
+            os.fsync(self._handle)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
 
-    def _append(self, lines: list[list[object]]) -> None:
+    def _append(self, lines: Iterable[list[object]]) -> None:
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         data = memoryview(text.encode())
         while data:
             data = data[os.write(self._handle, data) :]
+
+
+def _slot_line(file: int, slot: int, record: SlotRecord) -> list[object]:
+    findings = [
+        [
+            *finding.key,
+            finding.count,
+            finding.first,
+            finding.largest,
+            finding.holders,
+            finding.files,
+        ]
+        for finding in record.findings
+    ]
+    return ["slot", file, slot, record.crc, record.digests, findings]
 
 
 def read_journal(path: Path) -> JournalContent | None:
@@ -102,12 +148,8 @@ def read_journal(path: Path) -> JournalContent | None:
     Returns
     -------
     JournalContent or None
-        None when there is no journal or not even its first line is whole.
-
-    Raises
-    ------
-    OutputError
-        When the file is something else, or of another version of reshard.
+        None when there is no journal or not even its first line is whole; with the mark `FOREIGN`
+        when another version of reshard wrote it.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -116,34 +158,41 @@ def read_journal(path: Path) -> JournalContent | None:
     lines = text.split("\n")[:-1]
     if not lines:
         return None
-    first = _line(lines[0])
-    if first is None or len(first) != 3 or first[0] != JOURNAL_FORMAT:
-        raise OutputError(
-            "this is not a journal that this version of reshard can continue",
-            file=path,
-            next_step="remove its folder, or run again with --overwrite",
-        )
-    content = JournalContent(str(first[1]), str(first[2]))
+    content = _content(_line(lines[0]))
     for line in lines[1:]:
-        record = _line(line)
-        if record is None or not _note(content, record):
+        if FOREIGN in content.marks or not _note(content, _line(line)):
             break
     return content
 
 
-def _line(text: str) -> list[object] | None:
+def _content(first: object) -> JournalContent:
+    match first:
+        case [str(version), str(plan), str(sources), [*stamps]] if version == JOURNAL_FORMAT:
+            return JournalContent(Identity(plan, sources, tuple(map(_stamp, stamps))))
+    return JournalContent(Identity("", "", ()), marks={FOREIGN})
+
+
+def _stamp(value: object) -> tuple[int, int]:
+    match value:
+        case [int(size), int(changed)]:
+            return size, changed
+    return -1, -1
+
+
+def _line(text: str) -> object:
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, list) else None
 
 
-def _note(content: JournalContent, record: list[object]) -> bool:
+def _note(content: JournalContent, record: object) -> bool:
     """Take one line into the content; whether it was understood."""
     match record:
-        case ["slot", int(file), int(slot), int(crc), [*digests]]:
-            content.records.slots[file, slot] = SlotRecord(crc, tuple(map(str, digests)))
+        case ["slot", int(file), int(slot), int(crc), [*digests], [*findings]]:
+            found = tuple(filter(None, map(_finding, findings)))
+            content.records.slots[file, slot] = SlotRecord(crc, tuple(map(str, digests)), found)
+            return len(found) == len(findings)
         case ["file", int(file), str(rest)]:
             content.records.files[file] = rest
         case ["mark", str(stage)]:
@@ -151,3 +200,12 @@ def _note(content: JournalContent, record: list[object]) -> bool:
         case _:
             return False
     return True
+
+
+def _finding(value: object) -> ReplicaFinding | None:
+    match value:
+        case [str(name), str(state), int(count), int(first), float(largest), [*holders], [*files]]:
+            ranks = tuple(holder for holder in holders if isinstance(holder, int))
+            names = tuple(map(str, files))
+            return ReplicaFinding((name, state), count, first, largest, ranks, names)
+    return None

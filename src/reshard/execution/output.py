@@ -22,10 +22,11 @@ import numpy as np
 import xxhash
 
 from reshard.errors import OutputError
-from reshard.execution.blocks import Part, Task, leaves_of, parts_of, tasks_of
+from reshard.execution.blocks import Task, leaves_of, parts_of, tasks_of
 from reshard.execution.digests import digest_of
 from reshard.execution.durable import start_writing
 from reshard.execution.journal import Journal, Records, SlotRecord
+from reshard.execution.replicas import ReplicaFinding, joined_findings
 from reshard.execution.stream import Leaves, stream
 from reshard.formats.torch_archive import crc32, crc32_combine
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.execution.buffers import Workspace
-    from reshard.execution.replicas import Filler
+    from reshard.execution.filling import Filler
     from reshard.planning.plan import Plan, PlannedFile, PlannedSlot
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -83,12 +84,22 @@ def gaps_of(size: int, slots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
 
 
 @dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What passed through: CRC-32, digest of each leaf, and replicas that differ."""
+
+    crc: int
+    leaves: Leaves
+    findings: Sequence[ReplicaFinding] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _OpenSlot:
     """A slot that is being filled: what its tasks have found so far."""
 
     tasks: list[Task]
     crcs: dict[int, int] = field(default_factory=dict)
     leaves: Leaves = field(default_factory=dict)
+    findings: list[ReplicaFinding] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +194,20 @@ class Output:
         """The handle of a large file under way."""
         return self._open[file].handle
 
-    def task_done(self, task: Task, crc: int, leaves: Leaves, buffer: memoryview) -> None:
+    def task_done(self, task: Task, found: TaskResult, buffer: memoryview) -> None:
         """Take the results of a task; the last one of a slot or file finishes it."""
         number = task.slot or 0
         with self._lock:
             opened = self._open[task.file]
             slot = opened.slots[number]
-            slot.crcs[task.number] = crc
-            slot.leaves.update(leaves)
+            slot.crcs[task.number] = found.crc
+            slot.leaves.update(found.leaves)
+            slot.findings.extend(found.findings)
             if len(slot.crcs) < len(slot.tasks):
                 return
         planned = self.plan.files[task.file].slots[number]
-        record = slot_record(planned, _joined(slot), slot.leaves)
+        result = TaskResult(_joined(slot), slot.leaves, slot.findings)
+        record = slot_record(planned, result)
         _patch(opened.handle, planned, record)
         self._journal.finished(task.file, {number: record}, None)
         with self._lock:
@@ -247,13 +260,13 @@ def _patch(handle: int, slot: PlannedSlot, record: SlotRecord) -> None:
         write_all(handle, record.crc.to_bytes(4, "little"), offset)
 
 
-def slot_record(slot: PlannedSlot, crc: int, leaves: Leaves) -> SlotRecord:
-    """The record of a slot from the digests of all its leaves."""
+def slot_record(slot: PlannedSlot, result: TaskResult) -> SlotRecord:
+    """The record of a slot from the results of all its tasks together."""
     digests = tuple(
-        digest_of(leaves[number, leaf] for leaf in range(leaves_of(fill)))
+        digest_of(result.leaves[number, leaf] for leaf in range(leaves_of(fill)))
         for number, fill in enumerate(slot.fills)
     )
-    return SlotRecord(crc, digests)
+    return SlotRecord(result.crc, digests, joined_findings(result.findings))
 
 
 def rest_digest(handle: int, planned: PlannedFile, buffer: memoryview) -> str:
@@ -297,14 +310,6 @@ class Builder:
                 raise
             raise output_error(error, path) from error
 
-    def _produce(self, part: Part, start: int, stop: int, view: memoryview) -> None:
-        if part.fill is None:
-            np.frombuffer(view, dtype=np.uint8)[:] = 0
-            return
-        fill, item = part.fill, part.fill.dtype.itemsize
-        first = (start - fill.offset) // item
-        self._filler.fill(fill, first, first + (stop - start) // item, view)
-
     def _large(self, task: Task) -> int:
         slot = self._output.plan.files[task.file].slots[task.slot or 0]
         handle = self._output.handle(task.file)
@@ -312,12 +317,15 @@ class Builder:
         crc = 0
         # Blocks end where a block of the file ends, so the page cache can use large pages.
         first = len(self._block) - (slot.offset + task.start) % len(self._block)
-        for offset, data in stream(task.parts, self._produce, self._block, leaves, first=first):
+        for offset, data in stream(
+            task.parts, self._filler.produce, self._block, leaves, first=first
+        ):
             crc = crc32(data, crc)
             write_all(handle, data, slot.offset + offset)
         if self._output.fsync and task.nbytes:
             start_writing(handle, slot.offset + task.start, task.nbytes)
-        self._output.task_done(task, crc, leaves, self._spare)
+        found = TaskResult(crc, leaves, self._filler.taken())
+        self._output.task_done(task, found, self._spare)
         return task.nbytes
 
     def _small(self, file: int) -> int:
@@ -346,9 +354,9 @@ class Builder:
     def _slot(self, slot: PlannedSlot, image: memoryview) -> SlotRecord:
         leaves: Leaves = {}
         data = image[slot.offset : slot.offset + slot.nbytes]
-        for _ in stream(tuple(parts_of(slot)), self._produce, data, leaves):
+        for _ in stream(tuple(parts_of(slot)), self._filler.produce, data, leaves):
             pass
-        record = slot_record(slot, crc32(data), leaves)
+        record = slot_record(slot, TaskResult(crc32(data), leaves, self._filler.taken()))
         for offset in slot.crc_offsets:
             image[offset : offset + 4] = record.crc.to_bytes(4, "little")
         return record

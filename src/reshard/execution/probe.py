@@ -10,9 +10,9 @@ source makes the probe as optimistic as it will make the conversion.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,17 +57,27 @@ def measured_rate(
     while not home.is_dir():
         home = home.parent
     try:
-        with SourceFiles(plan.sources) as files, tempfile.TemporaryFile(dir=home) as file:
+        with SourceFiles(plan.sources) as files, _nameless_file(home) as handle:
             start = time.perf_counter()
-            done = _copied(files, file.fileno(), _places(plan, nbytes))
+            done = _copied(files, handle, _places(plan, nbytes))
             if fsync:
-                os.fsync(file.fileno())
+                os.fsync(handle)
             seconds = time.perf_counter() - start
     except OSError as error:
         if isinstance(error, ReshardError):
             raise
         return None
     return done / seconds if done else None
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[int]:
+    """A file in a folder that vanishes when it is closed."""
+    handle = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _copied(files: SourceFiles, handle: int, places: Iterator[tuple[int, int, int]]) -> int:

@@ -14,27 +14,23 @@ largest difference, and then the policy decides:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.errors import ReplicaMismatchError, UnsupportedError
-from reshard.execution.gather import Gatherer, MoveIndex, strided
-from reshard.execution.rounding import round_into
+from reshard.errors import ReplicaMismatchError
+from reshard.execution.gather import strided
 from reshard.planning.moves import cut
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reshard.execution.buffers import Workspace
     from reshard.formats.checkpoint import TensorKey
     from reshard.formats.dtypes import DType
     from reshard.planning.moves import Move
-    from reshard.planning.plan import PlannedFill, Route
 
 REFUSE, FIRST, MEAN = "refuse", "first", "mean"
 
@@ -104,193 +100,13 @@ def larger(left: float, right: float) -> float:
     return left if isnan(right) else max(left, right)
 
 
-class ReplicaLedger:
-    """Findings of all workers, one a tensor state."""
-
-    def __init__(self) -> None:
-        self._findings: dict[TensorKey, ReplicaFinding] = {}
-        self._lock = threading.Lock()
-
-    def add(self, finding: ReplicaFinding) -> None:
-        """Note a finding; those of one tensor are joined."""
-        with self._lock:
-            known = self._findings.get(finding.key)
-            self._findings[finding.key] = known.joined(finding) if known else finding
-
-    def findings(self) -> tuple[ReplicaFinding, ...]:
-        """All findings, by name and state."""
-        with self._lock:
-            return tuple(self._findings[key] for key in sorted(self._findings))
-
-
-class RouteIndexes:
-    """The move indexes of every route met so far, shared by all workers."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Route, MoveIndex, MoveIndex]] = {}
-
-    def of(self, route: Route) -> tuple[MoveIndex, MoveIndex]:
-        """The indexes of the moves and of the checks of a route."""
-        known = self._known.get(id(route))
-        if known is None:
-            known = (route, MoveIndex(route.moves), MoveIndex(route.checks))
-            self._known[id(route)] = known
-        return known[1], known[2]
-
-
-def logical_offset(route: Route, element: int) -> int:
-    """Offset in the logical tensor of an element of the target shard."""
-    for origin in route.origins:
-        for part in cut(origin, element, element + 1):
-            return part.source_offset
-    return element
-
-
-class Filler:
-    """Fills blocks of fills and compares their replicas; one a worker.
-
-    Parameters
-    ----------
-    gatherer
-        Reads the moves.
-    space
-        The worker's buffers.
-    indexes
-        Shared move indexes.
-    policy
-        ``"refuse"``, ``"first"`` or ``"mean"``.
-    ledger
-        Where findings go.
-    names
-        Names of the source files, for messages.
-    """
-
-    def __init__(
-        self,
-        gatherer: Gatherer,
-        space: Workspace,
-        indexes: RouteIndexes,
-        policy: str,
-        ledger: ReplicaLedger,
-        names: Sequence[str],
-    ) -> None:
-        self._gatherer = gatherer
-        self._twin = space.twin
-        self._flags = space.flags
-        self._step = space.analysis_numel
-        self._indexes = indexes
-        self._policy = policy
-        self._ledger = ledger
-        self._names = names
-        # While a fill is rounded, one half of the scratch holds its elements as they are stored.
-        half = len(space.scratch) // 2
-        self._raw = space.scratch[: min(half, len(space.twin))]
-        self._halved = gatherer.with_scratch(space.scratch[half:])
-
-    def fill(self, fill: PlannedFill, start: int, stop: int, out: memoryview) -> None:
-        """Write elements `[start, stop)` of a fill to ``out`` and compare the replicas."""
-        if fill.stored is not None:
-            self._fill_rounded(fill, fill.stored, start, stop, out)
-            return
-        moves, checks = self._indexes.of(fill.route)
-        self._gatherer.gather(moves.within(start, stop), fill.places, fill.dtype, start, out)
-        if checks.moves and not self._agrees(fill, checks, start, stop, out):
-            if self._policy == REFUSE:
-                raise self._surveyed(fill).error()
-            self._ledger.add(self._examined(fill, start, stop, out))
-
-    def _fill_rounded(
-        self, fill: PlannedFill, stored: DType, start: int, stop: int, out: memoryview
-    ) -> None:
-        """Fill step by step as stored, replicas compared, and round each step to its place."""
-        exact = replace(fill, dtype=stored, stored=None)
-        item, step = fill.dtype.itemsize, len(self._raw) // stored.itemsize
-        whole, self._gatherer = self._gatherer, self._halved
-        try:
-            for low in range(start, stop, step):
-                high = min(low + step, stop)
-                raw = self._raw[: (high - low) * stored.itemsize]
-                self.fill(exact, low, high, raw)
-                place = out[(low - start) * item : (high - start) * item]
-                round_into(raw, stored, place, fill.dtype)
-        finally:
-            self._gatherer = whole
-
-    def _agrees(
-        self, fill: PlannedFill, checks: MoveIndex, start: int, stop: int, out: memoryview
-    ) -> bool:
-        for move in checks.within(start, stop):
-            self._gatherer.read(move, fill.places[move.holder], fill.dtype, start, self._twin)
-            if not same_bits(move, fill.dtype.itemsize, start, out, self._twin, self._flags):
-                return False
-        return True
-
-    def _surveyed(self, fill: PlannedFill) -> ReplicaFinding:
-        """The finding about a whole fill, read once more."""
-        moves, _ = self._indexes.of(fill.route)
-        out = memoryview(bytearray(self._step * fill.dtype.itemsize))
-        found: ReplicaFinding | None = None
-        for start in range(0, fill.route.numel, self._step):
-            stop = min(start + self._step, fill.route.numel)
-            self._gatherer.gather(moves.within(start, stop), fill.places, fill.dtype, start, out)
-            step = self._examined(fill, start, stop, out)
-            if step.count:
-                found = found.joined(step) if found else step
-        if found is None:
-            raise ReplicaMismatchError(
-                "a source file changed while it was read",
-                parameter=fill.key[0],
-                state=fill.key[1],
-                next_step="wait until the job that writes it has ended, then start again",
-            )
-        return found
-
-    def _examined(
-        self, fill: PlannedFill, start: int, stop: int, out: memoryview
-    ) -> ReplicaFinding:
-        found: ReplicaFinding | None = None
-        item = fill.dtype.itemsize
-        for low in range(start, stop, self._step):
-            high = min(low + self._step, stop)
-            step = self._examined_step(fill, low, high, out[(low - start) * item :])
-            if step is not None:
-                found = found.joined(step) if found else step
-        return found or ReplicaFinding(fill.key, 0, start, nan, (), ())
-
-    def _examined_step(
-        self, fill: PlannedFill, start: int, stop: int, out: memoryview
-    ) -> ReplicaFinding | None:
-        tally = _Tally(fill.dtype, stop - start, out)
-        _, checks = self._indexes.of(fill.route)
-        for move in checks.within(start, stop):
-            self._gatherer.read(move, fill.places[move.holder], fill.dtype, start, self._twin)
-            tally.add(move, start, self._twin)
-        if not tally.differs.any():
-            return None
-        if self._policy == MEAN:
-            if not (fill.dtype.is_floating or fill.dtype.is_complex):
-                raise UnsupportedError(
-                    f"copies of {fill.dtype} values differ and have no mean",
-                    parameter=fill.key[0],
-                    state=fill.key[1],
-                    next_step="use --replicas first",
-                )
-            tally.write_mean(out)
-        return self._finding(fill, tally, start)
-
-    def _finding(self, fill: PlannedFill, tally: _Tally, start: int) -> ReplicaFinding:
-        first = int(np.argmax(tally.differs))
-        moves, _ = self._indexes.of(fill.route)
-        chosen = next(iter(moves.within(start + first, start + first + 1)))
-        holders = (chosen.holder, *(h for h in (tally.holder_at(first),) if h is not None))
-        return ReplicaFinding(
-            fill.key,
-            int(np.count_nonzero(tally.differs)),
-            logical_offset(fill.route, start + first),
-            tally.largest,
-            tuple(fill.route.holders[holder] for holder in holders),
-            tuple(self._names[fill.places[holder].source] for holder in holders),
-        )
+def joined_findings(findings: Iterable[ReplicaFinding]) -> tuple[ReplicaFinding, ...]:
+    """One finding a tensor state, by name and state."""
+    joined: dict[TensorKey, ReplicaFinding] = {}
+    for finding in findings:
+        known = joined.get(finding.key)
+        joined[finding.key] = known.joined(finding) if known else finding
+    return tuple(joined[key] for key in sorted(joined))
 
 
 def same_bits(
@@ -336,7 +152,7 @@ def raw_bits(move: Move, itemsize: int, start: int, block: memoryview) -> NDArra
     return np.ndarray(shape, f"u{min(itemsize, 8)}", block, first, strides)
 
 
-class _Tally:
+class Tally:
     """Sums, counts and differences of a few thousand elements of which some differ."""
 
     def __init__(self, dtype: DType, numel: int, out: memoryview) -> None:

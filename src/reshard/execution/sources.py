@@ -66,8 +66,8 @@ class SourceFiles:
         self._allowed = _handles_allowed(len(self._sources))
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._seen = [self._stat(index) for index in range(len(self._sources))]
-        for source, (size, _) in zip(self._sources, self._seen, strict=True):
+        self.stamps = tuple(self._stat(index) for index in range(len(self._sources)))
+        for source, (size, _) in zip(self._sources, self.stamps, strict=True):
             if size != source.nbytes:
                 raise CheckpointError(
                     "a source file changed since it was opened",
@@ -123,7 +123,7 @@ class SourceFiles:
     def check_unchanged(self) -> None:
         """Refuse when a file has another size or time of last change than at the start."""
         for index, source in enumerate(self._sources):
-            if self._stat(index) != self._seen[index]:
+            if self._stat(index) != self.stamps[index]:
                 raise CheckpointError(
                     "a source file was written to while it was read",
                     file=source.path,

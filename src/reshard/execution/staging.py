@@ -120,7 +120,11 @@ class Staging:
     def found(self) -> JournalContent | None:
         """What an earlier run left, or None; a folder that is not ours is refused."""
         journal = read_journal(self.journal_path)
-        strangers = {entry.name for entry in self.folder.iterdir()} - {"lock", "journal"}
+        strangers = {entry.name for entry in self.folder.iterdir()} - {
+            "lock",
+            "journal",
+            "journal.new",
+        }
         if journal is None and strangers:
             raise OutputError(
                 "a folder of the name reshard works in holds something else",

@@ -15,6 +15,8 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
+from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
+from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.folders import TagFolder, resolve_folder
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.target import Target
@@ -132,12 +134,50 @@ def annotated(
     return lay_out_annotated(resolve_folder(path, also), tag=tag, stated=stated, pointer=pointer)
 
 
-def writer_for(name: str) -> LayOut:
-    """The writer of a format."""
-    entry = FORMATS.get(name)
+def lay_out(
+    checkpoint: Checkpoint,
+    *,
+    to: str,
+    tag: str,
+    native: NativeOptions | None = None,
+    drop_in: bool = False,
+) -> tuple[Checkpoint, Target]:
+    """Lay out a checkpoint in a format.
+
+    Parameters
+    ----------
+    checkpoint
+        What to write.
+    to
+        Name of the format.
+    tag
+        Name of the output folder.
+    native
+        The topology to write for, which the format ``deepspeed`` needs and no other takes.
+    drop_in
+        Lay out the whole trainer's folder that the checkpoint lies in (``deepspeed`` only).
+
+    Returns
+    -------
+    checkpoint, target
+        What to plan from (with the trainer's files, for a drop-in), and the files to be.
+    """
+    if to == "deepspeed":
+        if native is None:
+            raise UsageError(
+                "a native DeepSpeed checkpoint is written for one topology",
+                next_step="name it with --stage and --dp (and --tp, --pp, --ep)",
+            )
+        if drop_in:
+            return lay_out_drop_in(checkpoint, native)
+        return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=native)
+    entry = FORMATS.get(to)
     if entry is None or entry.lay_out is None:
+        raise UsageError(f"cannot write the format {to!r}", expected="universal or deepspeed")
+    if native is not None or drop_in:
         raise UsageError(
-            f"cannot write the format {name!r}",
-            expected=f"one of {', '.join(e.name for e in FORMATS.values() if e.lay_out)}",
+            f"the format {to!r} serves every topology, so there is none to name",
+            next_step="leave --stage, --dp, --tp, --pp, --ep and --drop-in out, "
+            "or write with --to deepspeed",
         )
-    return entry.lay_out
+    return checkpoint, entry.lay_out(checkpoint, tag=tag)

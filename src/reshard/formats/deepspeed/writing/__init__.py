@@ -12,7 +12,7 @@ options of ``zero_optimization`` that reorder, align or split the flat buffers. 
 the source's ``ds_config``, because the run that resumes has the same file with other degrees.
 """
 
-from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.options import MODEL_DTYPES, NativeOptions
 from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
 
-__all__ = ["NativeOptions", "lay_out_deepspeed"]
+__all__ = ["MODEL_DTYPES", "NativeOptions", "lay_out_deepspeed"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
+from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.options import NativeOptions
@@ -146,6 +147,7 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
     UnsupportedError
         When the element type of the model is stated nowhere.
     """
+    _require_no_pipeline(checkpoint, options)
     config = run_config_of(checkpoint)
     roles = {tensor.name: tensor.role for tensor in checkpoint.tensors.values()}
     groups = _groups(checkpoint, config)
@@ -173,6 +175,18 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
         dtypes=dtypes,
         module=_module_order(stored, (*trained, *frozen, *buffers), checkpoint.aliases),
     )
+
+
+def _require_no_pipeline(checkpoint: Checkpoint, options: NativeOptions) -> None:
+    """A pipeline keeps its weights by layer, in files of their own, which are not written."""
+    layered = any(file.kind == FileKind.LAYER.value for file in checkpoint.files)
+    if options.pp > 1 or checkpoint.topology.pp > 1 or layered:
+        raise UnsupportedError(
+            "native checkpoints of pipelines cannot be written",
+            file=checkpoint.path,
+            found=f"a source of {checkpoint.topology.pp} stages, and --pp {options.pp}",
+            next_step="convert to universal, which DeepSpeed loads on any number of stages",
+        )
 
 
 # --------------------------------------------------------------------------- groups
