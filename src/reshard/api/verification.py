@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.selection import select
 from reshard.execution import Comparison, compare
 
 
-def verify(
+def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the command
     source: AnyPath,
     destination: AnyPath,
     *,
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    states: Sequence[str] = (),
     workers: int | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
@@ -27,6 +31,8 @@ def verify(
         The two checkpoints; each as for :func:`~reshard.api.open_checkpoint`.
     also, layout
         For the source, as for :func:`~reshard.api.open_checkpoint`.
+    include, exclude, states
+        Compare only what they select on both sides, as for :func:`~reshard.api.convert`.
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
@@ -40,8 +46,13 @@ def verify(
         One of the two is not a whole and sound checkpoint. Differences are no error: they are in
         the result, whose ``equal`` says whether there are any.
     """
-    left = open_checkpoint(source, also=also, layout=layout)
-    right = open_checkpoint(destination)
+    left, right = (
+        select(side, include=include, exclude=exclude, states=states)
+        for side in (
+            open_checkpoint(source, also=also, layout=layout),
+            open_checkpoint(destination),
+        )
+    )
     return compare(
         left,
         right,

@@ -150,6 +150,9 @@ def verify(
     ckpt: options.Ckpt,
     out: options.Other,
     *,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    states: options.States = None,
     also: options.Also = None,
     layout: options.Layout = None,
     json: options.Json = False,
@@ -162,7 +165,8 @@ def verify(
     from reshard.cli import commands
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    return commands.verify(source, out, json=json, quiet=quiet)
+    selection = commands.Selection(tuple(include or ()), tuple(exclude or ()), tuple(states or ()))
+    return commands.verify(source, out, selection, json=json, quiet=quiet)
 
 
 @app.command(short_help="Add affine maps to a tensor-parallel checkpoint.")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from reshard import api
 from reshard.cli import documents, failure, outcomes
-from reshard.cli.blocks import Block
+from reshard.cli.blocks import Block, fields
 from reshard.cli.progress import Report, meter
 from reshard.cli.render_convert import conversion_blocks
 from reshard.cli.render_inspect import file_table, inspection_blocks
@@ -39,6 +39,15 @@ class Source:
     def open(self) -> api.Checkpoint:
         """Open it."""
         return api.open_checkpoint(self.path, also=self.also, layout=self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The options that narrow what is compared, as given."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +177,18 @@ def _converted(
     )
 
 
-def verify(source: Source, out: str, *, json: bool, quiet: bool) -> int:
+def verify(source: Source, out: str, selection: Selection, *, json: bool, quiet: bool) -> int:
     """Run ``reshard verify``."""
     with meter(quiet=quiet) as progress:
         found = api.verify(
-            source.path, out, also=source.also, layout=source.layout, progress=progress
+            source.path,
+            out,
+            also=source.also,
+            layout=source.layout,
+            include=selection.include,
+            exclude=selection.exclude,
+            states=_listed(selection.states),
+            progress=progress,
         )
     if json:
         documents.write(outcomes.comparison_document(found, source.path, out), sys.stdout)
@@ -184,7 +200,15 @@ def verify(source: Source, out: str, *, json: bool, quiet: bool) -> int:
 def annotate(source: Source, out: str, *, quiet: bool) -> int:
     """Run ``reshard annotate``."""
     with meter(quiet=quiet) as progress:
-        api.annotate(source.path, out, also=source.also, layout=source.layout, progress=progress)
+        report = api.annotate(
+            source.path, out, also=source.also, layout=source.layout, progress=progress
+        )
+    told = (
+        ("to", report.destination),
+        ("parameters", f"{len(report.sources)} with a map"),
+        ("maps from", ", ".join(sorted(set(report.sources.values())))),
+    )
+    _show([fields("annotated", told)])
     return failure.DONE
 
 

@@ -39,7 +39,10 @@ Ckpt = Annotated[
 Out = Annotated[
     str,
     typer.Argument(
-        metavar="OUT", help="The folder to write. It must not exist yet.", show_default=False
+        metavar="OUT",
+        help="The folder to write, for example CKPT/step3_universal. It must not exist yet. "
+        "The pointer file (latest_universal, or latest) is written beside it.",
+        show_default=False,
     ),
 ]
 Other = Annotated[

@@ -33,8 +33,14 @@ def _verdict(report: ConversionReport) -> Block:
     if not report.sound:
         said = f"NOT EQUAL: the output differs from its source: {report.destination}"
         return lines("", (said,), Tone.BAD)
-    aside = ", but for the copies that differ" if report.drift else ""
-    said = f"verified: the output holds what its source holds, bit for bit{aside}"
+    if report.drift:
+        count = len(report.drift)
+        said = (
+            f"verified, but {count} tensor{'s have' if count > 1 else ' has'} copies that differ "
+            f"in the source; taken: {report.replicas}"
+        )
+        return lines("", (said,), Tone.NOTICE)
+    said = "verified: the output holds what its source holds, bit for bit"
     return lines("", (said,), Tone.GOOD)
 
 

@@ -33,7 +33,12 @@ def resolved(destination: str | os.PathLike[str]) -> Path:
 
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
-    """Refuse a destination that is taken; an empty folder is not."""
+    """Refuse a destination that is taken; an empty folder is not.
+
+    With `overwrite` a folder may go only when reshard (its manifest says so) or DeepSpeed's
+    converter (a `zero` folder and nothing foreign) wrote it: a mistyped name must not cost
+    somebody their work.
+    """
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_symlink() or not destination.is_dir():
@@ -44,6 +49,22 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
         )
     if not overwrite and any(destination.iterdir()):
         raise exists_error(destination)
+    if overwrite and not _may_be_replaced(destination):
+        raise OutputError(
+            "the output is a folder that no checkpoint converter wrote",
+            file=destination,
+            expected=f"a {MANIFEST_NAME} in it",
+            next_step="choose another name, or move it away",
+        )
+
+
+def _may_be_replaced(folder: Path) -> bool:
+    names = {entry.name for entry in folder.iterdir()}
+    if not names or MANIFEST_NAME in names:
+        return True
+    return "zero" in names and all(
+        name == "zero" or name.endswith("_model_states.pt") for name in names
+    )
 
 
 def check_apart(plan: Plan, destination: Path) -> None:

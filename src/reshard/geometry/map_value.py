@@ -18,6 +18,9 @@ from reshard.geometry.index_math import MAX_OFFSET, as_index, as_indices, numel
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 
+MANY_PIECES = 1024
+"""Maps of more pieces are put into columns at once, so that no later question pays for it."""
+
 _Map = TypeVar("_Map", bound="MapValue")
 
 
@@ -46,8 +49,9 @@ class MapValue(Frozen):
         if stray:
             raise InvalidMapError("pieces of a rank without a shard", broken="form", ranks=stray)
         pieces = {rank: tuple(pieces_by_rank.get(rank, ())) for rank in self._shapes}
+        many = sum(map(len, pieces.values())) > MANY_PIECES
         object.__setattr__(self, "_pieces", pieces)
-        object.__setattr__(self, "_table", None)
+        object.__setattr__(self, "_table", PieceTable.of(pieces) if many else None)
 
     @classmethod
     def from_table(

@@ -40,6 +40,7 @@ class RouteBook:
     def __init__(self) -> None:
         self._routes: dict[tuple[Pair, int], Route] = {}
         self._plans: dict[Pair, tuple[TransferPlan, TransferPlan | None]] = {}
+        self._targets: dict[object, ParamAffineMap] = {}
 
     def route(self, target: ParamAffineMap, source: ParamAffineMap, rank: int) -> Route:
         """The route into the shard of one target rank.
@@ -56,6 +57,7 @@ class RouteBook:
         Route
             Its moves may leave elements unwritten; `missing` says how many.
         """
+        target = self._targets.setdefault(_content(target), target)
         key = ((target, source), rank)
         known = self._routes.get(key)
         if known is None:
@@ -88,6 +90,15 @@ class RouteBook:
             rest = alternates(target, source, plan) if held > source.numel else None
             known = self._plans[pair] = (plan, rest)
         return known
+
+
+def _content(target: ParamAffineMap) -> object:
+    """What makes two target maps equal; a writer makes one for each of thousands of tensors.
+
+    Cheaper than the hash of a map, which is made for maps of millions of pieces.
+    """
+    pieces = tuple(target.pieces_by_rank.items())
+    return target.logical_shape, tuple(target.shard_shapes.items()), pieces
 
 
 def _into(plan: TransferPlan, rank: int) -> Iterable[Segment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reshard.formats.deepspeed.writing.rescaling import (
@@ -119,6 +119,7 @@ def test_a_scaled_map_is_refused() -> None:
     degree=st.integers(2, 4),
     dim=st.integers(0, 1),
 )
+@example(blocks=[(1, False), (1, False), (2, False)], degree=2, dim=0)
 def test_blocks_are_read_off_any_map_of_blocks(
     blocks: list[tuple[int, bool]], degree: int, dim: int
 ) -> None:

@@ -117,13 +117,31 @@ def ranges_along(one: ParamAffineMap, dim: int) -> dict[int, list[Range]] | None
             place = part.target_offset + sum(k * target for k, (_, _, target) in moved)
             found[part.target_rank].append((place, start, run))
     ranges = {
-        rank: [(start, run) for _, start, run in sorted(held)] for rank, held in found.items()
+        rank: _joined((start, run) for _, start, run in sorted(held))
+        for rank, held in found.items()
     }
     try:
         same = ranges_map(shape, ranges, dim)
     except LayoutError:
         return None
     return ranges if _equal(same, one) else None
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges that follow each other as one: a map may cut them anywhere.
+
+    Examples
+    --------
+    >>> _joined([(0, 1), (2, 1), (3, 2)])
+    [(0, 1), (2, 3)]
+    """
+    joined: list[Range] = []
+    for start, run in ranges:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + run)
+        else:
+            joined.append((start, run))
+    return joined
 
 
 def blocks_of(ranges: Mapping[int, Sequence[Range]]) -> list[tuple[int, bool]]:
