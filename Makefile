@@ -2,6 +2,7 @@
 #
 #   make test    lint, types and all tests, with real DeepSpeed as the judge
 #   make demo    a new environment, a real checkpoint converted and verified
+#   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make bench   the figures, side by side with `cp -r` and DeepSpeed's own converter
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PYTEST_ARGS ?=
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
-.PHONY: test lint types unit demo bench golden clean help
+.PHONY: test test-matrix lint types unit demo bench golden clean help
 
 test: lint types unit
 
@@ -32,6 +33,10 @@ types: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+# every cell of the native-resume matrix, not only those that CI runs
+test-matrix: $(VENV)/ready
+	RESHARD_MATRIX=1 $(BIN)/python -m pytest tests/deepspeed_judge/test_native_resume.py
 
 # torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt

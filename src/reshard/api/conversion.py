@@ -29,6 +29,7 @@ from reshard.execution.destination import check_apart, check_free, check_names, 
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import lay_out
+from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
 
@@ -168,6 +169,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final = resolved(destination)
     whole = open_checkpoint(source, also=also, layout=layout)
     chosen = select(whole, include=include, exclude=exclude, states=states)
+    if native is not None and layout is not None:
+        native = replace(native, layouts=read_stated_layouts(layout))
     carried, target = lay_out(chosen, to=to, tag=final.name, native=native, drop_in=drop_in)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()

@@ -59,11 +59,14 @@ class Topology:
     tp: int | None
     pp: int | None
     ep: int | None
+    kv_heads: int | None
+    vocab_multiple: int | None
     dtype: str | None
 
     def native(self) -> NativeOptions | None:
         """Return the topology to write for, None when no option names one."""
-        if all(value is None for value in (self.stage, self.dp, self.tp, self.pp, self.ep)):
+        named = (self.stage, self.dp, self.tp, self.pp, self.ep, self.dtype)
+        if all(value is None for value in named):
             return None
         if self.stage is None or self.dp is None:
             raise UsageError("a topology needs both --stage and --dp")
@@ -73,6 +76,8 @@ class Topology:
             tp=self.tp or 1,
             pp=self.pp or 1,
             ep=self.ep or 1,
+            kv_heads=self.kv_heads,
+            vocab_multiple=self.vocab_multiple,
             dtype=self._model_dtype(),
         )
 

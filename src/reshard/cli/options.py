@@ -144,6 +144,26 @@ Ep = Annotated[
         min=1,
     ),
 ]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-heads",
+        metavar="N",
+        help="Key/value heads of the model, where cuts follow them and the source leaves it open.",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
+VocabMultiple = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-multiple",
+        metavar="N",
+        help="What a padded vocabulary is a multiple of on each tensor rank (Megatron).",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
 ModelDtype = Annotated[
     str | None,
     typer.Option(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.errors import InvalidMapError, UnsupportedError
+from reshard.errors import CheckpointError, InvalidMapError, UnsupportedError
 from reshard.formats.checkpoint import Region
 from reshard.formats.torch_archive import TensorRecord
 from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
@@ -129,13 +129,24 @@ def _compose(
     return nest(outer, inner)
 
 
-def stored_order(record: TensorRecord, name: str, file: str) -> ParamAffineMap | None:
+def stored_order(
+    record: TensorRecord, name: str, file: str, holder: int = 0
+) -> ParamAffineMap | None:
     """The map from a tensor to its dense storage when it is not stored in row-major order.
+
+    Parameters
+    ----------
+    record
+        The tensor.
+    name, file
+        For messages.
+    holder
+        The one rank of the map.
 
     Returns
     -------
     ParamAffineMap or None
-        None for the usual, row-major order; else a map with the one rank 0 (a transposed weight).
+        None for the usual, row-major order; else the map (of a transposed weight).
 
     Raises
     ------
@@ -159,10 +170,52 @@ def stored_order(record: TensorRecord, name: str, file: str) -> ParamAffineMap |
             )
         step *= extent
     numel = prod(record.shape)
-    piece = AffinePiece(record.shape, 0, row_major_strides(record.shape), 0, record.strides, (0,))
-    return ParamAffineMap(record.shape, {0: (numel,)}, {0: (piece,)})
+    strides = row_major_strides(record.shape)
+    piece = AffinePiece(record.shape, 0, strides, 0, record.strides, (holder,))
+    return ParamAffineMap(record.shape, {holder: (numel,)}, {holder: (piece,)})
+
+
+def row_major_order(shape: tuple[int, ...], holder: int) -> ParamAffineMap:
+    """The map from a tensor to its storage in row-major order."""
+    strides = row_major_strides(shape)
+    piece = AffinePiece(shape, 0, strides, 0, strides, (holder,))
+    return ParamAffineMap(shape, {holder: (prod(shape),)}, {holder: (piece,)})
 
 
 def record_region(record: TensorRecord, file: str) -> Region:
-    """The bytes of a dense tensor."""
-    return Region(file, record.offset, prod(record.shape) * record.dtype.itemsize)
+    """The bytes of a dense tensor, which are its elements as they are."""
+    require_plain(record, file)
+    nbytes = prod(record.shape) * record.dtype.itemsize
+    if record.offset + nbytes > record.storage.offset + record.storage.nbytes:
+        raise CheckpointError(
+            "a tensor reaches over the end of its storage",
+            file=file,
+            expected=f"{nbytes} bytes from {record.offset}",
+            found=f"a storage that ends at {record.storage.offset + record.storage.nbytes}",
+        )
+    return Region(file, record.offset, nbytes)
+
+
+def require_plain(record: TensorRecord, file: str) -> None:
+    """Refuse a lazy view (negated, conjugated): its elements are not the bytes of its storage."""
+    metadata = record.metadata
+    if metadata and (not isinstance(metadata, Mapping) or any(metadata.values())):
+        raise UnsupportedError(
+            "a tensor is a lazy view of its storage (negated or conjugated)",
+            file=file,
+            expected="a plain tensor",
+            found=f"shape {record.shape}, {metadata!r}",
+            next_step="save it resolved (resolve_neg, resolve_conj)",
+        )
+
+
+def require_flat(record: TensorRecord, file: str, what: str) -> None:
+    """Refuse a one-dimensional tensor whose elements do not lie side by side in its storage."""
+    if record.shape[0] > 1 and record.strides != (1,):
+        raise UnsupportedError(
+            f"{what} is a view with gaps or overlaps in its storage",
+            file=file,
+            expected="stride 1",
+            found=f"stride {record.strides[0]}",
+        )
+    record_region(record, file)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from math import prod
 
 from reshard.errors import CheckpointError
-from reshard.formats.assembly import Stretch, record_region
+from reshard.formats.assembly import Stretch, record_region, require_flat
 from reshard.formats.checkpoint import Region, Role
 from reshard.formats.deepspeed.experts import AutoEP
-from reshard.formats.deepspeed.grid import Degrees
+from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.torch_archive import TensorRecord
 from reshard.layouts.flat import FlatFragment, ceil_div, per_parameter_partition
@@ -61,7 +61,12 @@ class ModuleTensor:
 def whole_shard(record: TensorRecord, files: Iterable[tuple[TensorRecord, str]]) -> ModuleShard:
     """A shard that each of several files holds whole."""
     numel = prod(record.shape)
-    stretches = tuple(Stretch(record_region(held, file), 0, numel) for held, file in files)
+    held_by = list(files)
+    require_one_value(
+        {file: (held.dtype.name, held.shape, held.strides) for held, file in held_by},
+        "the dtype, shape and order of a tensor that each holds whole",
+    )
+    stretches = tuple(Stretch(record_region(held, file), 0, numel) for held, file in held_by)
     return ModuleShard(record.shape, record, stretches)
 
 
@@ -149,6 +154,11 @@ def _frozen_zero3(
     if tp > 1 and block == over_world and (over_world != over_dp or name in untouched):
         world = [models[d, t] for d in range(dp) for t in range(tp)]
         return ModuleTensor(name, Role.FROZEN, {0: _blocks(name, shape, world)}, over_world=True)
+    for column in range(tp):
+        held = [models[rank, column] for rank in range(dp)]
+        require_one_value(
+            {model.file: model.frozen_shapes.get(name) for model in held}, f"the shape of {name}"
+        )
     shards = {
         column: _blocks(
             name, models[0, column].frozen_shapes[name], [models[d, column] for d in range(dp)]
@@ -248,6 +258,10 @@ def _blocks(name: str, shape: tuple[int, ...], models: list[ModelStates]) -> Mod
                 expected=f"{expected} elements",
                 found=f"shape {record.shape}",
             )
+    require_one_value(
+        {model.file: record.dtype for model, record in zip(models, records, strict=True)},
+        f"the dtype of {name}",
+    )
     stretches = [
         _block_stretch(part, records[part.partition], models[part.partition].file)
         for part in per_parameter_partition([numel], len(models))
@@ -256,5 +270,6 @@ def _blocks(name: str, shape: tuple[int, ...], models: list[ModelStates]) -> Mod
 
 
 def _block_stretch(part: FlatFragment, record: TensorRecord, file: str) -> Stretch:
+    require_flat(record, file, "a block of a frozen parameter")
     nbytes = part.numel * record.dtype.itemsize
     return Stretch(Region(file, record.offset, nbytes), part.shard_start, part.numel)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.formats.assembly import require_flat
 from reshard.formats.checkpoint import Scalar
 from reshard.formats.deepspeed.records import config_of, version_of
 from reshard.formats.parsing import Cursor
@@ -110,6 +111,9 @@ class OptimizerStates:
 
 
 # --------------------------------------------------------------------------- reading
+
+_MASTER = "fp32"
+"""The name under which the masters go, so no state may have it."""
 
 _BULK = frozenset(
     (
@@ -319,11 +323,15 @@ def _group(
 ) -> GroupStates:
     if not isinstance(master.value, TensorRecord) or len(master.value.shape) != 1:
         raise master.unexpected("a one-dimensional tensor")
+    require_flat(master.value, master.file, "a flat group of masters")
     states: dict[str, TensorRecord] = {}
     scalars: dict[str, Scalar] = {}
     for name, value in state.named() if state else ():
         found = value.value
+        if name == _MASTER:
+            raise uncuttable(value.file, name, found, f"no state called {_MASTER!r}")
         if isinstance(found, TensorRecord) and len(found.shape) == 1:
+            require_flat(found, value.file, f"the state {name!r}")
             states[name] = found
         elif isinstance(found, (int, float)) or (
             isinstance(found, TensorRecord) and found.shape == ()

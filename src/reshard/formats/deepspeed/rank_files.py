@@ -8,7 +8,8 @@ rule: weights are delivered, states are reported as absent. Anything else is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from reshard.errors import CheckpointError, MissingFileError
 from reshard.formats.deepspeed.expert_reading import Cell, Experts
@@ -18,9 +19,13 @@ from reshard.formats.deepspeed.grid import (
     require_grid,
     require_one_value,
 )
-from reshard.formats.deepspeed.names import FileKind
+from reshard.formats.deepspeed.names import FileKind, parse_file_name
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates, read_optimizer_states
 from reshard.formats.deepspeed.records import ModelStates, read_model_states
+from reshard.formats.torch_archive import Archive
+
+MOST_RANKS = 1 << 20
+"""No run has more ranks; a file that states more is damaged or hostile."""
 
 
 def open_models(inventory: Inventory) -> dict[Cell, ModelStates]:
@@ -54,6 +59,12 @@ def require_models(inventory: Inventory, degrees: Degrees) -> None:
 
 
 def _cells(degrees: Degrees) -> list[tuple[int, int]]:
+    if degrees.dp * degrees.mp > MOST_RANKS:
+        raise CheckpointError(
+            "the files state more ranks than any run has",
+            expected=f"at most {MOST_RANKS}",
+            found=f"{degrees.dp} x {degrees.mp}",
+        )
     return [(dp, mp) for dp in range(degrees.dp) for mp in range(degrees.mp)]
 
 
@@ -98,4 +109,23 @@ def _require_no_zero(models: dict[Cell, ModelStates], experts: Experts) -> None:
                 file=model.file,
                 next_step="copy the optimizer files here or name their folder with --also; "
                 "DeepSpeed 0.17.6 to 0.18.4 never saved them for bf16 with fp32 accumulation",
+            )
+
+
+def require_own_names(archives: Iterable[Archive]) -> None:
+    """Refuse a file that `torch.save` wrote under the name of another rank.
+
+    The folder inside an archive is called after the file it was written to. A file that was
+    renamed, or copied over another rank's, still carries its own rank there; nothing else may tell.
+    """
+    for archive in archives:
+        carried = parse_file_name(f"{archive.name}.pt")
+        own = parse_file_name(Path(archive.path).name)
+        if carried is not None and own is not None and carried != own:
+            raise CheckpointError(
+                "a file carries the name of another rank",
+                file=archive.path,
+                expected=f"what was written as {Path(archive.path).name}",
+                found=f"{archive.name}.pt",
+                next_step="the file was renamed or copied over another; give it back its name",
             )

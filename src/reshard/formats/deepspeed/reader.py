@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.formats.assembly import Assembler, stored_order
+from reshard.errors import CheckpointError
+from reshard.formats.assembly import Assembler, row_major_order, stored_order
 from reshard.formats.checkpoint import (
     Checkpoint,
     Extra,
     Problem,
+    Region,
     Role,
     Scalar,
     StoredTensor,
@@ -43,14 +45,25 @@ from reshard.formats.deepspeed.grid import (
     settle_degrees,
     take_inventory,
 )
-from reshard.formats.deepspeed.module import ModuleTensor, module_tensors, zero3_tensors
+from reshard.formats.deepspeed.module import (
+    ModuleShard,
+    ModuleTensor,
+    module_tensors,
+    zero3_tensors,
+)
 from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import layer_tensors
-from reshard.formats.deepspeed.rank_files import open_models, open_ranks, require_models
+from reshard.formats.deepspeed.rank_files import (
+    open_models,
+    open_ranks,
+    require_models,
+    require_own_names,
+)
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
+from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
 from reshard.formats.deepspeed.unsharded import add_unsharded
 from reshard.formats.deepspeed.unsharded_experts import add_unsharded_experts
@@ -58,7 +71,7 @@ from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
 from reshard.formats.stated_layouts import StatedLayouts
-from reshard.geometry import nest
+from reshard.geometry import ParamAffineMap, nest
 
 Cells = dict[tuple[int, int], ModelStates]
 
@@ -90,6 +103,9 @@ def open_deepspeed(folder: TagFolder, stated: StatedLayouts | None = None) -> Ch
     require_models(inventory, degrees)
     experts = open_experts(inventory, models, degrees)
     ranks = open_ranks(inventory, degrees, models, experts)
+    require_own_names(model.archive for model in models.values())
+    require_own_names(rank.archive for rank in ranks.values())
+    require_module_shapes(models.values(), experts.fused)
     return _Reading(inventory, degrees, models, ranks, experts, stated).checkpoint()
 
 
@@ -117,7 +133,7 @@ class _Reading:
     def checkpoint(self) -> Checkpoint:
         """Read everything."""
         governor = self._governor()
-        aliases = {a: o for model in self.models.values() for a, o in model.shared.items()}
+        aliases = stated_aliases(self.models.values())
         if self.experts.autoep is not None:
             aliases |= router_aliases(self.experts.autoep, self.columns)
         if self.ranks:
@@ -210,6 +226,7 @@ class _Reading:
     def _add_trained(self, name: str, shards: Mapping[int, Shard], outer: GovernedMap) -> None:
         fragments = [part for shard in shards.values() for part in shard.fragments]
         if not fragments:
+            self._add_empty(name, outer)
             return
         for state in (MASTER, *self._states(name, fragments)):
             located = self.assembler.locate(
@@ -232,6 +249,29 @@ class _Reading:
                 Role.PARAMETER,
                 outer.provenance,
             )
+
+    def _add_empty(self, name: str, outer: GovernedMap) -> None:
+        """A trained parameter without elements keeps its shape in every state of its group."""
+        if outer.map.numel:
+            raise CheckpointError("no rank holds a trained parameter", parameter=name)
+        group = next(index for index, names in enumerate(self.found.groups) if name in names)
+        rank = self.ranks[0, 0]
+        if group >= len(rank.groups):
+            return
+        held = rank.groups[group]
+        nothing = ParamAffineMap(outer.map.logical_shape, {0: (0,)}, {0: ()})
+        for state, record in {MASTER: held.master, **held.states}.items():
+            self.tensors[name, state] = StoredTensor(
+                name,
+                state,
+                record.dtype,
+                nothing,
+                {0: Region(rank.file, record.offset, 0)},
+                Role.PARAMETER,
+                outer.provenance,
+            )
+        for state, scalar in held.scalars.items():
+            self.scalars[name, state] = scalar
 
     def _states(self, name: str, fragments: Sequence[Fragment]) -> list[str]:
         """The states that every fragment has; scalars are added. All must agree on them.
@@ -287,9 +327,7 @@ class _Reading:
         for tensor in tensors:
             outer = governed[tensor.name]
             record = next(iter(tensor.shards.values())).record
-            order = stored_order(record, tensor.name, self.columns[0].file)
-            if order is not None:
-                outer = replace(outer, map=nest(outer.map, dict.fromkeys(tensor.shards, order)))
+            outer = _in_stored_order(tensor, outer)
             located = self.assembler.locate(
                 tensor.name,
                 outer.map,
@@ -366,3 +404,28 @@ class _Reading:
             )
         trained = {tensor.name for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
         yield from report_absent_states(self.tensors, sorted(trained), self.scalars)
+
+
+def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:
+    """The map to the storages, when a column stores its shard in another order (transposed)."""
+    dtypes = {
+        shard.stretches[0].region.file: shard.record.dtype
+        for shard in tensor.shards.values()
+        if shard.stretches
+    }
+    require_one_value(dtypes, f"the dtype of {tensor.name}")
+    orders = {
+        column: stored_order(shard.record, tensor.name, _file_of(shard), column)
+        for column, shard in tensor.shards.items()
+    }
+    if not any(orders.values()):
+        return outer
+    inner = {
+        column: order or row_major_order(tensor.shards[column].shape, column)
+        for column, order in orders.items()
+    }
+    return replace(outer, map=nest(outer.map, inner))
+
+
+def _file_of(shard: ModuleShard) -> str:
+    return shard.stretches[0].region.file if shard.stretches else ""

@@ -46,6 +46,8 @@ class Archive:
         The file.
     size
         Its length in bytes.
+    name
+        The one folder of the archive, which ``torch.save`` calls after the file it wrote.
     root
         The saved object, as a tree of inert values.
     tensors
@@ -60,6 +62,7 @@ class Archive:
 
     path: str
     size: int
+    name: str
     root: object
     tensors: tuple[TensorRecord, ...]
     storages: Mapping[str, StorageRecord]
@@ -130,6 +133,7 @@ class _Opening:
         return Archive(
             path=self.source.path,
             size=self.source.size,
+            name=self.folder,
             root=root,
             tensors=tuple(construction.tensors),
             storages=dict(construction.storages),

@@ -34,13 +34,15 @@ def state_path(name: str, state: str) -> str:
     CheckpointError
         When the name or the state cannot be a path inside the folder.
     """
-    if "/" in state:
+    if "/" in state or not state.isprintable():
         raise _unsafe(name, state)
     path = f"{ZERO}/{name}/{state}.pt"
     for part in path.split("/"):
         if part in ("", ".", "..") or "\0" in part or "\\" in part:
             raise _unsafe(name, state)
-        if len(part.encode("utf-8", "surrogatepass")) > _LONGEST:
+        if any("\ud800" <= character <= "\udfff" for character in part):
+            raise _unsafe(name, state, "a lone surrogate, which is no text")
+        if len(part.encode("utf-8")) > _LONGEST:
             raise _unsafe(name, state, f"a name of over {_LONGEST} bytes")
     return path
 

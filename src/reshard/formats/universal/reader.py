@@ -35,12 +35,21 @@ from reshard.formats.model_keys import (
     text_keyed,
 )
 from reshard.formats.parsing import Cursor
-from reshard.formats.torch_archive import Archive, TensorRecord, read_archive, read_scalar
+from reshard.formats.torch_archive import (
+    Archive,
+    TensorRecord,
+    read_archive,
+    read_scalar,
+    same_value,
+)
 from reshard.formats.universal.names import OPTIMIZER_STATE, STEP, ZERO
 from reshard.formats.universal.writer import SCALARS
 from reshard.layouts.builders import replicated_map
 
 _PROVENANCE = "universal, whole"
+
+
+_MODEL_PREFIXES = ("mp_rank_", "zero_pp_rank_0_mp_rank_")
 
 
 def open_universal(folder: TagFolder) -> Checkpoint:
@@ -95,11 +104,10 @@ def _state_files(zero: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def _model_paths(folder: Path) -> list[Path]:
-    patterns = ("mp_rank_", "zero_pp_rank_0_mp_rank_")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
     return [
         folder / name
-        for pattern in patterns
+        for pattern in _MODEL_PREFIXES
         for name in names
         if name.startswith(pattern) and name.endswith("_model_states.pt")
     ]
@@ -133,10 +141,40 @@ def _problems(folder: Path, tensors: Mapping[TensorKey, StoredTensor]) -> Iterat
         raise MissingFileError(
             "the folder holds no parameter", file=folder / ZERO, expected="zero/<name>/<state>.pt"
         )
-    if not _model_paths(folder):
-        yield Problem("no model-state file: counters and schedulers are not known", str(folder))
+    yield from _model_problems(folder)
     if not (folder / OPTIMIZER_STATE).is_file():
         yield Problem("no zero/optimizer_state.pt: the optimizer cannot resume", str(folder))
+
+
+def _model_problems(folder: Path) -> Iterator[Problem]:
+    """The two sets of model-state files, one for each loader, must say the same."""
+    sets = {
+        prefix: {
+            path.name.removeprefix(prefix): path
+            for path in _model_paths(folder)
+            if path.name.startswith(prefix)
+        }
+        for prefix in _MODEL_PREFIXES
+    }
+    first, second = (sets[prefix] for prefix in _MODEL_PREFIXES)
+    for rest in first.keys() & second.keys():
+        _require_twins(first[rest], second[rest])
+    stages = ("stage 1 and 2", "stage 3")
+    for prefix, stage in zip(_MODEL_PREFIXES, stages, strict=True):
+        if not sets[prefix]:
+            yield Problem(f"no model-state file for targets of {stage}", f"{folder}/{prefix}*")
+
+
+def _require_twins(path: Path, twin: Path) -> None:
+    left, right = (passed_through(text_keyed(read_archive(str(p)).root)) for p in (path, twin))
+    for key in {**left, **right}:
+        if not same_value(left.get(key), right.get(key)):
+            raise CheckpointError(
+                f"the two model-state files of one rank disagree on {key}",
+                file=path,
+                found=twin.name,
+                next_step="one of them was changed after the conversion; convert again",
+            )
 
 
 # --------------------------------------------------------------------------- parameters
