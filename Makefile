@@ -16,6 +16,8 @@ TORCH_ARGS ?=
 # Test processes: one for the DeepSpeed judge (which forks its own workers), one for the rest.
 JOBS   ?= 2
 PYTEST_ARGS ?=
+# How large the checkpoints of `make bench` are: quick (about 3 GB a case), full (5), double (9).
+SIZE ?= quick
 
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
@@ -53,7 +55,8 @@ demo:
 	@sh scripts/demo.sh $(PYTHON)
 
 bench: $(VENV)/ready
-	$(BIN)/python -m scripts.bench
+	$(BIN)/python benchmarks/bench_convert.py --size $(SIZE)
+	$(BIN)/python benchmarks/bench_geometry.py
 
 # Trains the checkpoints of tests/golden and examples anew. They are in the repository: rarely needed.
 golden: $(VENV)/ready

@@ -78,13 +78,33 @@ def resident(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
 
 
-def measure(command: list[str], environment: dict[str, str] | None = None) -> Run:
+def environment(root: Path) -> dict[str, str]:
+    """Where Python finds this repository, and compiled modules as an installation has them."""
+    names = {key: text for key, text in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    names["PYTHONPATH"] = str(HERE.parent / "src")
+    names["PYTHONPYCACHEPREFIX"] = str(root / "pycache")
+    names["CUDA_VISIBLE_DEVICES"] = ""
+    return names
+
+
+def warmed(root: Path) -> None:
+    """Import what will run once, so that nobody compiles modules while it is measured."""
+    for module in ("reshard.cli.commands", "deepspeed.checkpoint.ds_to_universal"):
+        subprocess.run(
+            [sys.executable, "-c", f"import {module}"],
+            env=environment(root),
+            check=False,
+            capture_output=True,
+        )
+
+
+def measure(command: list[str], names: dict[str, str] | None = None) -> Run:
     """Run a command in a process of its own; it must succeed."""
     peak = 0
     start = time.perf_counter()
     process = subprocess.Popen(
         command,
-        env={**os.environ, **(environment or {})},
+        env=names,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -110,10 +130,10 @@ def idle() -> int:
     return found
 
 
-def contenders(source: Path, out: Path) -> dict[str, Callable[[], Run]]:
+def contenders(source: Path, out: Path, root: Path) -> dict[str, Callable[[], Run]]:
     """What is measured, by name; each leaves its output in ``out``."""
+    names = environment(root)
     reshard = [sys.executable, "-m", "reshard", "convert", str(source), str(out), "--quiet"]
-    ours = {"PYTHONPATH": str(HERE.parent / "src")}
     copy = ["cp", "-r", str(source / "step3"), str(out)]
     synced = " ".join([*copy, "&&", "find", str(out), "-type", "f", "-exec", "sync", "{}", "+"])
     theirs = [
@@ -127,10 +147,10 @@ def contenders(source: Path, out: Path) -> dict[str, Callable[[], Run]]:
     ]
     return {
         "cp -r": lambda: measure(copy),
-        "reshard --no-fsync": lambda: measure([*reshard, "--no-fsync"], ours),
+        "reshard --no-fsync": lambda: measure([*reshard, "--no-fsync"], names),
         "cp -r + sync": lambda: measure(["sh", "-c", synced]),
-        "reshard": lambda: measure(reshard, ours),
-        "DeepSpeed": lambda: measure(theirs, {"CUDA_VISIBLE_DEVICES": ""}),
+        "reshard": lambda: measure(reshard, names),
+        "DeepSpeed": lambda: measure(theirs, names),
     }
 
 
@@ -180,7 +200,7 @@ def rounds(case: str, size: str, root: Path, repeat: int, names: list[str]) -> d
     size_bytes = sum(path.stat().st_size for path in source.rglob("*.pt"))
     found: dict[str, list[Run]] = {name: [] for name in names}
     for _ in range(repeat):
-        for name, run in contenders(source, out).items():
+        for name, run in contenders(source, out, root).items():
             if name in found:
                 cleared(out, spent)
                 touched(size_bytes + (1 << 30))
@@ -242,11 +262,12 @@ def main() -> None:
     options.add_argument("--json", type=Path, help="write all figures there")
     chosen = options.parse_args()
     chosen.root.mkdir(parents=True, exist_ok=True)
+    warmed(chosen.root)
     base = idle()
     results = []
     for case in chosen.case or CASES:
         source = prepared(case, chosen.size, chosen.root)
-        names = [n for n in contenders(source, source) if n not in chosen.without]
+        names = [n for n in contenders(source, source, chosen.root) if n not in chosen.without]
         found = rounds(case, chosen.size, chosen.root, chosen.repeat, names)
         results.append({"size": chosen.size, **summary(case, source, found, base)})
         print(line(results[-1]), flush=True)

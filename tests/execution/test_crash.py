@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.execution import check_manifest, execute, staging_path
+from reshard.execution import MANIFEST_NAME, check_manifest, execute, staging_path
 from reshard.execution.buffers import MIB
 from reshard.execution.journal import read_journal
 from tests.execution.raw import tree
@@ -70,6 +70,16 @@ def check_resume(bench: Bench, out: Path) -> None:
     assert not staging_path(out).exists()
 
 
+OLD = {"old": b"old", MANIFEST_NAME: b"old"}
+"""What `--overwrite` may replace: a folder with a manifest in it."""
+
+
+def old_result(out: Path) -> None:
+    out.mkdir()
+    for name, content in OLD.items():
+        (out / name).write_bytes(content)
+
+
 class TestKilled:
     @pytest.mark.parametrize("stage", STAGES)
     def test_at_a_stage(self, out: Path, bench: Bench, stage: str) -> None:
@@ -86,12 +96,11 @@ class TestKilled:
 
     @pytest.mark.parametrize("stage", STAGES)
     def test_while_it_replaces_an_old_result(self, out: Path, bench: Bench, stage: str) -> None:
-        out.mkdir()
-        (out / "old").write_text("old")
+        old_result(out)
         order = Order(str(out), overwrite=True)
         assert bench.server.run(replace(order, at=stage)).code == KILLED
         after = STAGES.index(stage) >= STAGES.index("renamed")
-        assert tree(out) == (bench.whole if after else {"old": b"old"})
+        assert tree(out) == (bench.whole if after else OLD)
         assert bench.server.run(replace(order, resume=True)).code == 0
         assert tree(out) == bench.whole
         assert not staging_path(out).exists()
@@ -101,8 +110,7 @@ class TestKilled:
     def test_where_two_names_cannot_be_exchanged(
         self, out: Path, bench: Bench, stage: str, overwrite: bool
     ) -> None:
-        out.mkdir()
-        (out / "old").write_text("old")
+        old_result(out)
         killed = bench.server.run(Order(str(out), at=stage, overwrite=True, exchange=False))
         assert killed.code == KILLED
         assert out.exists() == (stage != "replaced")
@@ -111,11 +119,10 @@ class TestKilled:
         assert not staging_path(out).exists()
 
     def test_an_old_result_moved_aside_comes_back(self, out: Path, bench: Bench) -> None:
-        out.mkdir()
-        (out / "old").write_text("old")
+        old_result(out)
         bench.server.run(Order(str(out), at="replaced", overwrite=True, exchange=False))
         bench.server.run(Order(str(out), at="folders", overwrite=True))
-        assert tree(out) == {"old": b"old"}
+        assert tree(out) == OLD
 
     @pytest.mark.parametrize("seed", range(40))
     def test_at_a_random_moment(self, out: Path, bench: Bench, seed: int) -> None:

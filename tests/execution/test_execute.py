@@ -223,7 +223,8 @@ class TestDestination:
             monkeypatch.setattr("reshard.execution.staging._exchange", lambda *_: False)
         _, job, _ = mixed(tmp_path / "in")
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "old").write_text("old")
+        for name in ("old", MANIFEST_NAME):
+            (tmp_path / "out" / name).write_text("old")
         execute(job, tmp_path / "out", workers=1, max_memory=MIB, overwrite=True)
         assert "old" not in tree(tmp_path / "out")
         assert check_manifest(tmp_path / "out", workers=1, max_memory=MIB) == ()

@@ -91,6 +91,9 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
     (out / "something").mkdir(parents=True)
     assert main(["convert", sample.path, str(out), "--dry-run"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+    assert main(["convert", sample.path, str(out), "--dry-run", "--overwrite"]) == 2
+    assert "no checkpoint converter wrote" in capsys.readouterr().err
+    (out / "reshard_manifest.json").write_text("old")
     assert main(["convert", sample.path, str(out), "--dry-run", "--overwrite"]) == 0
 
 
