@@ -65,8 +65,11 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
-from reshard.formats.deepspeed.unsharded import add_unsharded
-from reshard.formats.deepspeed.unsharded_experts import add_unsharded_experts
+from reshard.formats.deepspeed.unsharded import read_unsharded
+from reshard.formats.deepspeed.unsharded_experts import (
+    add_unsharded_experts,
+    require_one_column,
+)
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
@@ -139,12 +142,12 @@ class _Reading:
         if self.ranks:
             self._resolve_partitions()
         elif not self.listed:
-            self._add_unsharded(aliases)
+            self._add_unsharded(aliases, governor)
         shapes = {n: {c: s.shape for c, s in held.items()} for n, held in self.found.shards.items()}
         governed = governor.govern(shapes, self.found.over_world)
         for name, shards in self.found.shards.items():
             self._add_trained(name, shards, governed[name])
-        self._add_module(self._module_tensors(aliases), governor)
+        self._add_whole(self._module_tensors(aliases), governor, MASTER)
         self._add_fused()
         return self._result(aliases, governor)
 
@@ -206,11 +209,16 @@ class _Reading:
             )
         else:
             self.native_ep = add_contiguous_columns(
-                self.found, self.columns, self.ranks, self.degrees, self.experts
+                self.found, self.columns, self.ranks, self.degrees, self.experts, self.layers
             )
 
-    def _add_unsharded(self, aliases: Mapping[str, str]) -> None:
-        add_unsharded(self.columns, self.degrees, self.tensors, self.scalars, self.found, aliases)
+    def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
+        if self.experts.present:
+            require_one_column(self.columns)
+        read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
+        for state, tensors in read.tensors.items():
+            self._add_whole(tensors, governor, state)
+        self.scalars |= read.scalars
         if self.experts.present:
             self.native_ep = add_unsharded_experts(
                 self.inventory,
@@ -317,11 +325,12 @@ class _Reading:
         buffers = frozenset(name for model in self.columns for name in model.buffer_names)
         return [
             *module_tensors(self.columns, trained, aliases),
-            *self.layers,
+            *(tensor for tensor in self.layers if tensor.name not in trained),
             *leftover_native(self.experts, trained, buffers),
         ]
 
-    def _add_module(self, tensors: list[ModuleTensor], governor: Governor) -> None:
+    def _add_whole(self, tensors: Sequence[ModuleTensor], governor: Governor, state: str) -> None:
+        """Add tensors that every column holds as a tensor of its own, not in a flat buffer."""
         governed = governor.govern_module(tensors)
         trained = self._trained()
         for tensor in tensors:
@@ -335,9 +344,9 @@ class _Reading:
             )
             # without optimizer files, the model's weights are all there is of trained parameters
             role = Role.PARAMETER if tensor.name in trained else tensor.role
-            self.tensors[tensor.name, MASTER] = StoredTensor(
+            self.tensors[tensor.name, state] = StoredTensor(
                 tensor.name,
-                MASTER,
+                state,
                 record.dtype,
                 located.map,
                 located.regions,
