@@ -54,7 +54,8 @@ from reshard.formats.deepspeed.module import (
 from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
-from reshard.formats.deepspeed.pipeline_layers import layer_tensors
+from reshard.formats.deepspeed.pipeline_layers import read_layers
+from reshard.formats.deepspeed.pipelines import PIPELINE, Pipeline
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
@@ -127,6 +128,7 @@ class _Reading:
     tensors: dict[TensorKey, StoredTensor] = field(default_factory=dict)
     scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
     layers: list[ModuleTensor] = field(default_factory=list)
+    pipeline: Pipeline | None = None
     layouts: Layouts = field(default_factory=Layouts)
     native_ep: int = 1
 
@@ -171,12 +173,13 @@ class _Reading:
         }
 
     def _governor(self) -> Governor:
-        self.layers = layer_tensors(
+        read = read_layers(
             self.inventory.of_kind(FileKind.LAYER),
             self.columns,
             self.degrees.tp,
             self.inventory.folder.path,
         )
+        self.layers, self.pipeline = read.untrained, read.pipeline
         # for layouts, what is in layer files only is as good as in the model-state file
         columns = [self._with_layers(column) for column in self.columns]
         self.layouts = read_layouts(columns, self.degrees.tp, self.stated)
@@ -364,6 +367,8 @@ class _Reading:
             for name, group in self.listed.items():
                 self.found.name_group(group, name)
         extras: dict[str, Extra] = collect_extras(self.columns, self.ranks, self.found)
+        if self.pipeline is not None:
+            extras[PIPELINE] = Extra(self.pipeline)
         restore_keys = governor.restore_keys
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)

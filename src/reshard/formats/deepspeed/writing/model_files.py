@@ -74,7 +74,7 @@ class Column:
     mp
         Its number.
     contents, options
-        What is written, and for which topology.
+        What its pipeline stage has, and for which topology.
     cuts
         How every parameter and buffer is cut over columns, experts over EP ranks.
     banks
@@ -93,9 +93,14 @@ class Column:
     experts: ExpertGrid | None
     part: Mapping[str, object]
 
+    @property
+    def tp(self) -> int:
+        """Its tensor-parallel rank, by which parameters are cut."""
+        return self.mp % self.options.tp
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the column's shard, None when it has none."""
-        return self.cuts[name].shapes.get(self.mp)
+        return self.cuts[name].shapes.get(self.tp)
 
     @property
     def unoptimized(self) -> list[str]:
@@ -131,8 +136,8 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         Receives what goes into the storages.
     """
     contents, options = column.contents, column.options
-    stage3 = options.stage == 3
-    module = _placeholders(column, bulk) if stage3 else _weights(column, bulk)
+    # the weights of a pipeline are in the files of its layers
+    module = None if contents.pipeline else _module(column, bulk)
     keeps_frozen = options.stage >= 2
     own: dict[str, object] = {
         "module": module,
@@ -179,6 +184,10 @@ def _shared(column: Column, rank: int) -> dict[str, str]:
 # --------------------------------------------------------------------------- module
 
 
+def _module(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
+    return _placeholders(column, bulk) if column.options.stage == 3 else _weights(column, bulk)
+
+
 def _weights(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
     """Every tensor of the module; a tied name is a second view of its owner's storage."""
     aliases = column.contents.checkpoint.aliases
@@ -198,7 +207,7 @@ def _weight(column: Column, name: str, bulk: Bulk) -> NewTensor | None:
     stored = column.contents.checkpoint.tensors[name, MASTER].dtype
     label = ("module", name)
     target = column.cuts[name].map
-    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.mp, stored)
+    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.tp, stored)
 
 
 def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
@@ -244,10 +253,10 @@ def _block(column: Column, name: str, rank: int, bulk: Bulk) -> NewTensor:
         for part in per_parameter_partition([prod(shape)], dp)
     ]
     dtype, label = column.contents.dtypes[name], ("frozen", name)
-    length = ceil_div(prod(cut.shapes[column.mp]), dp)
+    length = ceil_div(prod(cut.shapes[column.tp]), dp)
     composed, holders = compose_fragments(Assembler(), name, cut, parts)
     for (mp, part), holder in zip(parts, holders, strict=True):
-        if (mp, part.partition) == (column.mp, rank) and holder is not None:
+        if (mp, part.partition) == (column.tp, rank) and holder is not None:
             stored = column.contents.checkpoint.tensors[name, MASTER].dtype
             key = (name, MASTER)
             return bulk.shard(label, key, dtype, (length,), composed, holder, stored)
