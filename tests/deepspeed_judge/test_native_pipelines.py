@@ -32,22 +32,41 @@ def trained(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return held, folder
 
 
+STARTS = {1: (0,), 2: (0, 3), 3: (0, 2, 4), 4: (0, 2, 4, 5)}
+"""How DeepSpeed cuts six layers uniformly (`partition_uniform`)."""
+
+
 def converted(source: Path, folder: Path, grid: PipeRecipe) -> Path:
-    options = NativeOptions(stage=1, dp=grid.dp, tp=grid.tp, pp=grid.pp)
+    options = NativeOptions(
+        stage=1, dp=grid.dp, tp=grid.tp, pp=grid.pp, stage_starts=STARTS[grid.pp]
+    )
     reshard.convert(source, folder / TAG, to="deepspeed", native=options, fsync=False)
     return folder
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [PipeRecipe(2, 2, 2), PipeRecipe(2, 1, 3), PipeRecipe(1, 2, 2), PipeRecipe(1, 1, 4)],
-    ids=str,
-)
+GRIDS = [(2, 2, 2), (2, 1, 3), (1, 2, 2), (1, 1, 4), (4, 1, 1), (3, 1, 1), (2, 2, 1)]
+
+
+@pytest.mark.parametrize("grid", [PipeRecipe(*degrees) for degrees in GRIDS], ids=str)
 def test_deepspeed_goes_on_from_there(
     grid: PipeRecipe, judge: Judge, trained: Run, tmp_path: Path
 ) -> None:
     held, source = trained
-    folder = converted(source, tmp_path, grid)
+    goes_on(judge, held, converted(source, tmp_path, grid), grid, source)
+
+
+def test_a_universal_folder_becomes_a_pipeline_again(
+    judge: Judge, trained: Run, tmp_path: Path
+) -> None:
+    held, source = trained
+    universal = tmp_path / "u" / "step3_universal"
+    reshard.convert(source, universal, fsync=False)
+    grid = PipeRecipe(2, 1, 1)
+    goes_on(judge, held, converted(universal, tmp_path, grid), grid, source)
+
+
+def goes_on(judge: Judge, held: Piped, folder: Path, grid: PipeRecipe, source: Path) -> None:
+    """DeepSpeed holds the same after loading, and its losses are those of the first run."""
     assert reshard.verify(source, folder / TAG).equal
     after: Piped = judge.lab.run(
         "resume_pipeline_natively", grid, folder, OTHER_SEED, world=grid.world, timeout=120
@@ -62,6 +81,8 @@ def test_deepspeed_goes_on_from_there(
 
 
 def test_there_and_back(trained: Run, tmp_path: Path) -> None:
+    """Over other grids and back: the optimizer files are DeepSpeed's own again, byte for byte."""
     _, source = trained
     there = converted(source, tmp_path / "there", PipeRecipe(1, 1, 3))
-    assert reshard.verify(source, there / TAG).equal
+    further = converted(there, tmp_path / "further", PipeRecipe(1, 2, 1))
+    assert reshard.verify(source, further / TAG).equal

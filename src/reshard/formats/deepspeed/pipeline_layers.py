@@ -27,15 +27,15 @@ from reshard.errors import CheckpointError, MissingFileError
 from reshard.formats.checkpoint import Role
 from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
 from reshard.formats.deepspeed.names import FileName, layer_file_name
-from reshard.formats.deepspeed.pipelines import (
+from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.parsing import Cursor
+from reshard.formats.pipelines import (
     TIED,
     Pipeline,
     PipelineLayer,
     PipelineStage,
     split_owner,
 )
-from reshard.formats.deepspeed.records import ModelStates
-from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import TensorRecord, read_archive
 
 Shape = tuple[int, ...]

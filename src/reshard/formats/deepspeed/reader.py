@@ -55,7 +55,6 @@ from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import read_layers
-from reshard.formats.deepspeed.pipelines import PIPELINE, Pipeline
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
@@ -71,6 +70,7 @@ from reshard.formats.deepspeed.unsharded_experts import add_unsharded_experts
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
 from reshard.geometry import ParamAffineMap, nest
 

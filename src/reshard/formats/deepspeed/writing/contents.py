@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
 from reshard.formats.deepspeed.partitions import MASTER
-from reshard.formats.deepspeed.pipelines import PIPELINE, Pipeline
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_of, source_stage
 from reshard.formats.dtypes import DType
+from reshard.formats.pipelines import PIPELINE, Pipeline
 
 MODULE_EXTRA = "module"
 """Extra with the source's state dict: name -> element type, in its order."""

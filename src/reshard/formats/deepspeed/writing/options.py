@@ -6,6 +6,7 @@ the source".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.errors import UsageError
@@ -31,6 +32,9 @@ class NativeOptions:
         states keep theirs in any case.
     stage_starts
         The first layer of every pipeline stage; None keeps the stages of the source.
+    tied_layers
+        Of a pipeline, the layers that use each tied module, by its key; None leaves it to the
+        files.
     sub_group_size
         ``zero_optimization.sub_group_size`` of the run that will load it (ZeRO-3), in elements;
         None takes the source's configuration, and DeepSpeed's default where that has none.
@@ -64,6 +68,7 @@ class NativeOptions:
     ep: int = 1
     dtype: DType | None = None
     stage_starts: tuple[int, ...] | None = None
+    tied_layers: Mapping[str, tuple[int, ...]] | None = None
     sub_group_size: int | None = None
     kv_heads: int | None = None
     vocab_multiple: int | None = None

@@ -4,39 +4,29 @@ Theory. A stage of a pipeline is a checkpoint of its own: it has the optimizer g
 its layers, in files of its own. So the target is made stage by stage from restricted contents, and
 everything else is as without a pipeline. Weights lie in one file a layer, whatever the stages.
 
-Where stages begin is the model's choice (`partition_method`) and is stored nowhere. It is known in
-three cases: there is one stage, there are the stages of the source, or the user states the first
-layer of each (``--stage-starts``). Two more facts are checked when the stages change:
-
-* the optimizer lists parameters in the order of the model: tied modules first, in the order of
-  their first layers, then layer by layer;
-* with several stages, no module is tied: a layer that only calls a function of a tied module has
-  no file, so nobody knows which stages have that module.
+Where stages begin is the model's choice (`partition_method`), and neither the choice nor its
+outcome is stored. It is known in three cases: there is one stage, there are the stages of the
+source, or the user states the first layer of each (``--stage-starts``; DeepSpeed prints them when a
+run begins).
 
 Source: `runtime/pipe/module.py` (`_build`, `save_state_dict`, `load_state_dir`), DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.errors import CheckpointError, LayoutError, UnsupportedError
 from reshard.formats.deepspeed.names import layer_file_name
 from reshard.formats.deepspeed.partitions import MASTER
-from reshard.formats.deepspeed.pipelines import (
-    TIED,
-    Pipeline,
-    PipelineLayer,
-    PipelineStage,
-    split_owner,
-)
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
 from reshard.formats.deepspeed.writing.contents import Contents, Group
 from reshard.formats.deepspeed.writing.cuts import Cut
+from reshard.formats.deepspeed.writing.dealing import deal_layers
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.pipelines import Pipeline, PipelineLayer, PipelineStage
 from reshard.formats.target import OutputFile
 from reshard.formats.torch_archive import NewTensor
 
@@ -64,7 +54,8 @@ def stages_of(contents: Contents, options: NativeOptions) -> tuple[Contents, ...
         return (contents,)
     if options.stage != 1:
         raise UnsupportedError(
-            "DeepSpeed trains no pipeline under ZeRO-2 and 3, and without ZeRO it keeps no names",
+            "DeepSpeed trains no pipeline under ZeRO-2 and 3, and without ZeRO its files do not "
+            "say which stage has which layers",
             expected="--stage 1",
             found=options.stage,
         )
@@ -80,7 +71,8 @@ def _require_one_stage(contents: Contents, options: NativeOptions) -> None:
             "the source does not say which layers its pipeline has",
             file=source.path,
             found=f"a {source.format} folder of {source.topology.pp} stages",
-            next_step="convert from the native checkpoint that it was made from",
+            next_step="convert from the native checkpoint that it was made from, or from a "
+            "universal folder that reshard made of it",
         )
     if options.pp > 1:
         raise UnsupportedError(
@@ -92,8 +84,8 @@ def _require_one_stage(contents: Contents, options: NativeOptions) -> None:
 
 def _restricted(contents: Contents, stage: PipelineStage) -> Contents:
     groups = (
-        Group(names, group.settings)
-        for names, group in zip(stage.groups, contents.groups, strict=True)
+        Group(stage.groups[index] if index < len(stage.groups) else (), group.settings)
+        for index, group in enumerate(contents.groups)
     )
     buffers = tuple(name for name in contents.buffers if name in stage.buffers)
     return replace(contents, groups=tuple(groups), buffers=buffers)
@@ -107,81 +99,10 @@ def _target_stages(pipeline: Pipeline, options: NativeOptions) -> tuple[Pipeline
         raise LayoutError(
             "which layers each pipeline stage has is not known",
             found=f"a source of {len(pipeline.stages)} stages",
-            next_step="state the first layer of every stage with --stage-starts",
+            next_step="state the first layer of every stage with --stage-starts; DeepSpeed prints "
+            "how many layers each stage has when the run begins",
         )
-    return _Dealing(pipeline, starts or (0,)).stages()
-
-
-@dataclass(frozen=True, slots=True)
-class _Dealing:
-    """Layers dealt out to stages that begin at given layers."""
-
-    pipeline: Pipeline
-    starts: tuple[int, ...]
-
-    def stages(self) -> tuple[PipelineStage, ...]:
-        """The stages.
-
-        Raises
-        ------
-        LayoutError
-            When a tensor belongs to no layer, or parameters are not in the order of the model.
-        """
-        places = self._places()
-        groups = self._ordered(places)
-        buffers = [name for stage in self.pipeline.stages for name in stage.buffers]
-        return tuple(
-            PipelineStage(
-                tuple(
-                    tuple(name for name in group if self._stage(places[name]) == number)
-                    for group in groups
-                ),
-                frozenset(name for name in buffers if self._stage(places[name]) == number),
-            )
-            for number in range(len(self.starts))
-        )
-
-    def _stage(self, place: tuple[bool, int]) -> int:
-        is_layer, number = place
-        return bisect_right(self.starts, number) - 1 if is_layer else 0
-
-    def _places(self) -> dict[str, tuple[bool, int]]:
-        """Where in the model the owner of each tensor is: tied modules by turn, then layers."""
-        names = [
-            name
-            for stage in self.pipeline.stages
-            for names in (*stage.groups, sorted(stage.buffers))
-            for name in names
-        ]
-        owners = {name: split_owner(name)[0] for name in names}
-        tied = [owner for owner in dict.fromkeys(owners.values()) if owner.startswith(TIED)]
-        if tied and len(self.starts) > 1:
-            raise LayoutError(
-                "which pipeline stages have a tied module is not known",
-                found=tied[0],
-                next_step="choose --pp 1, or as many stages as the source has",
-            )
-        places = {}
-        for name, owner in owners.items():
-            if owner not in tied and not owner.isdecimal():
-                raise LayoutError("a tensor of a pipeline belongs to no layer", parameter=name)
-            places[name] = (False, tied.index(owner)) if owner in tied else (True, int(owner))
-        return places
-
-    def _ordered(self, places: Mapping[str, tuple[bool, int]]) -> list[list[str]]:
-        """The parameter groups over all stages, in the order of the model."""
-        for stage in self.pipeline.stages:
-            for group in stage.groups:
-                if list(group) != sorted(group, key=places.__getitem__):
-                    raise LayoutError(
-                        "the optimizer does not list parameters in the order of the layers, so "
-                        "their order on other stages is not known",
-                        found=f"{group[0]}, …",
-                        next_step="keep the stages of the source",
-                    )
-        count = max(len(stage.groups) for stage in self.pipeline.stages)
-        merged = [self.pipeline.group(index) for index in range(count)]
-        return [sorted(group, key=places.__getitem__) for group in merged]
+    return deal_layers(pipeline, starts or (0,), options.tied_layers or {})
 
 
 # --------------------------------------------------------------------------- layers
