@@ -65,7 +65,13 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
-from reshard.formats.deepspeed.unsharded import add_unsharded
+from reshard.formats.deepspeed.unsharded import (
+    has_plain_optimizer,
+    plain_param_groups,
+    plain_settings,
+    read_unsharded,
+    storage_ties,
+)
 from reshard.formats.deepspeed.unsharded_experts import add_unsharded_experts
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
@@ -140,8 +146,9 @@ class _Reading:
             aliases |= router_aliases(self.experts.autoep, self.columns)
         if self.ranks:
             self._resolve_partitions()
-        elif not self.listed:
-            self._add_unsharded(aliases)
+        elif self.stage == 0:
+            aliases |= storage_ties(self.columns[0])
+            self._add_unsharded(aliases, governor)
         shapes = {n: {c: s.shape for c, s in held.items()} for n, held in self.found.shards.items()}
         governed = governor.govern(shapes, self.found.over_world)
         for name, shards in self.found.shards.items():
@@ -155,7 +162,8 @@ class _Reading:
         """ZeRO stage; None where the optimizer files that would say it are absent."""
         if self.ranks:
             return self.ranks[0, 0].stage
-        return None if self.listed else 0
+        plain = any(map(has_plain_optimizer, self.columns))
+        return 0 if plain or not self.listed else None
 
     @property
     def columns(self) -> list[ModelStates]:
@@ -212,8 +220,14 @@ class _Reading:
                 self.found, self.columns, self.ranks, self.degrees, self.experts
             )
 
-    def _add_unsharded(self, aliases: Mapping[str, str]) -> None:
-        add_unsharded(self.columns, self.degrees, self.tensors, self.scalars, self.found, aliases)
+    def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
+        plain = read_unsharded(self.columns, self.found, aliases)
+        self.scalars |= plain.scalars
+        masters = {name: t for (name, state), t in plain.shards.items() if state == MASTER}
+        shapes = {n: {c: shard.shape for c, shard in held.items()} for n, held in masters.items()}
+        governed = governor.govern(shapes, ())
+        for (name, state), tensor in plain.tensors().items():
+            self._add_whole(tensor, state, governed[name], Role.PARAMETER)
         if self.experts.present:
             self.native_ep = add_unsharded_experts(
                 self.inventory,
@@ -328,25 +342,28 @@ class _Reading:
         governed = governor.govern_module(tensors)
         trained = self._trained()
         for tensor in tensors:
-            outer = governed[tensor.name]
-            record = next(iter(tensor.shards.values())).record
-            outer = _in_stored_order(tensor, outer)
-            located = self.assembler.locate(
-                tensor.name,
-                outer.map,
-                {column: shard.stretches for column, shard in tensor.shards.items()},
-            )
             # without optimizer files, the model's weights are all there is of trained parameters
             role = Role.PARAMETER if tensor.name in trained else tensor.role
-            self.tensors[tensor.name, MASTER] = StoredTensor(
-                tensor.name,
-                MASTER,
-                record.dtype,
-                located.map,
-                located.regions,
-                role,
-                outer.provenance,
-            )
+            self._add_whole(tensor, MASTER, governed[tensor.name], role)
+
+    def _add_whole(self, tensor: ModuleTensor, state: str, outer: GovernedMap, role: Role) -> None:
+        """A tensor of which a column holds its shard in one piece."""
+        record = next(iter(tensor.shards.values())).record
+        outer = _in_stored_order(tensor, outer)
+        located = self.assembler.locate(
+            tensor.name,
+            outer.map,
+            {column: shard.stretches for column, shard in tensor.shards.items()},
+        )
+        self.tensors[tensor.name, state] = StoredTensor(
+            tensor.name,
+            state,
+            record.dtype,
+            located.map,
+            located.regions,
+            role,
+            outer.provenance,
+        )
 
     def _trained(self) -> set[str]:
         """Names that the trainer trains, whether their optimizer states are there or not."""
@@ -367,6 +384,10 @@ class _Reading:
             for name, group in self.listed.items():
                 self.found.name_group(group, name)
         extras: dict[str, Extra] = collect_extras(self.columns, self.ranks, self.found)
+        if self.stage == 0:
+            extras["param_groups"] = Extra(plain_param_groups(first), first.file)
+            settings = plain_settings(first)
+            extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
         if self.pipeline is not None:
             extras[PIPELINE] = Extra(self.pipeline)
         restore_keys = governor.restore_keys

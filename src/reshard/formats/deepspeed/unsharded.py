@@ -1,35 +1,45 @@
 """ZeRO-0: an ordinary optimizer, whose states carry no names.
 
-Theory. Without ZeRO the optimizer's own state dict is stored: states by number, numbers by
-parameter group. Which parameter is number `k` is written nowhere. Two facts narrow it down: the
-shape of a state is the shape of its parameter, and a group lists its parameters in the order of the
-model. If exactly one assignment of numbers to names keeps both, it is taken, and said; if there are
-several the files do not tell, and the checkpoint is refused.
+Theory. Without ZeRO the optimizer's own state dict is stored in the model-state file: states by
+number, numbers by parameter group. In half precision it is inside that of a class that keeps the
+masters (`fp32_groups`, one tensor a parameter). Which parameter is number `k` is written nowhere by
+DeepSpeed. Two facts narrow it down: the shape of a state is the shape of its parameter, and a group
+lists its parameters in the order of the model. If exactly one assignment of numbers to names keeps
+both, it is taken, and said; if there are several the files do not tell, and the checkpoint is
+refused. reshard itself adds `param_shapes`, as every file of ZeRO has it, and then names are read.
+
+Every model-parallel rank has such a file of its own shards, so what is found here are shards by
+column, which `governing` puts together like any other tensor. Ties are not stated either: two names
+whose tensors are the very same bytes are one parameter.
 
 Groups of experts (`moe`) hold other experts on every rank; they are read from the files of the EP
 ranks (`unsharded_experts`).
 
-Source: `torch.optim.Optimizer.state_dict`, `engine.py` (`_save_checkpoint`).
+Source: `torch.optim.Optimizer.state_dict`, `engine.py` (`_save_checkpoint`),
+`fp16/unfused_optimizer.py` (`state_dict`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.formats.assembly import record_region, stored_order
-from reshard.formats.checkpoint import Problem, Role, Scalar, StoredTensor, TensorKey
-from reshard.formats.deepspeed.grid import Degrees
+from reshard.formats.checkpoint import Problem, Role, Scalar, TensorKey
+from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
 from reshard.formats.deepspeed.optimizer_records import uncuttable
 from reshard.formats.deepspeed.partitions import MASTER, Partitions
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.parsing import Cursor
-from reshard.formats.torch_archive import TensorRecord, read_scalar
-from reshard.layouts.builders import replicated_map
+from reshard.formats.torch_archive import Archive, TensorRecord, read_scalar
 
-_PROVENANCE = "one rank, whole"
+WRAPPED = "optimizer_state_dict"
+"""Key of the optimizer inside the classes that train in half precision."""
+
+MASTERS, FLAT_MASTERS = "fp32_groups", "fp32_groups_flat"
+"""Keys of the masters: a tensor a parameter, or one flat tensor a group (FusedAdam)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,45 +52,158 @@ class Numbered:
     is_expert: bool = False
 
 
-def add_unsharded(
-    columns: Sequence[ModelStates],
-    degrees: Degrees,
-    tensors: dict[TensorKey, StoredTensor],
-    scalars: dict[TensorKey, Scalar],
-    found: Partitions,
-    aliases: Collection[str],
-) -> None:
+@dataclass(slots=True)
+class Unsharded:
+    """What the optimizers of all columns hold.
+
+    Parameters
+    ----------
+    shards
+        Tensor state -> column -> its shard.
+    scalars
+        States that are one number.
+    """
+
+    shards: dict[TensorKey, dict[int, ModuleShard]] = field(default_factory=dict)
+    scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
+
+    def tensors(self) -> dict[TensorKey, ModuleTensor]:
+        """The tensor states by column."""
+        return {
+            (name, state): ModuleTensor(name, Role.PARAMETER, columns)
+            for (name, state), columns in self.shards.items()
+        }
+
+
+def has_plain_optimizer(model: ModelStates) -> bool:
+    """Whether a model-state file holds an optimizer, so there is no ZeRO."""
+    return Cursor(model.archive.root, model.file).maybe("optimizer") is not None
+
+
+def storage_ties(model: ModelStates) -> dict[str, str]:
+    """Names whose tensor is the very bytes of an earlier name, alias -> owner."""
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    ties = {}
+    for name, record in (model.module or {}).items():
+        if name in model.buffer_names or not prod(record.shape):
+            continue
+        owner = seen.setdefault((record.offset, record.shape, record.strides), name)
+        if owner != name:
+            ties[name] = owner
+    return ties
+
+
+def read_unsharded(
+    columns: Sequence[ModelStates], found: Partitions, aliases: Collection[str]
+) -> Unsharded:
     """Read weights and optimizer states of a ZeRO-0 checkpoint, experts left out.
 
-    `aliases` are names of the model that are other names of a parameter.
+    Parameters
+    ----------
+    columns
+        The model-state files by `mp`.
+    found
+        Receives the groups, and what is to be said.
+    aliases
+        Names of the model that are other names of a parameter.
 
     Raises
     ------
-    UnsupportedError
-        When there is more than one model-parallel rank.
     CheckpointError
-        When no assignment of states to names, or more than one, is possible.
+        When no assignment of states to names, or more than one, is possible, or columns differ in
+        it.
+    UnsupportedError
+        When a state is not one element a parameter element, or masters lie in flat groups.
     """
-    if degrees.mp > 1:
-        raise UnsupportedError(
-            "a ZeRO-0 checkpoint of several model-parallel ranks cannot be read",
-            file=columns[0].file,
-            next_step="save it with ZeRO-1, which records names",
-        )
-    model = columns[0]
+    result = Unsharded()
+    owned: dict[str, list[tuple[int, str]]] = {}
+    for model in columns:
+        plain = _open(model)
+        numbered = [entry for entry in plain.numbered() if not entry.is_expert]
+        names = _names(model, numbered, aliases)
+        owned[model.file] = [
+            (entry.group, name) for entry, name in zip(numbered, names, strict=True)
+        ]
+        for entry, name in zip(numbered, names, strict=True):
+            found.name_group(entry.group, name)
+            _add_parameter(name, model, plain, entry, result)
+    require_one_value(owned, "the parameters of the optimizer")
+    if not all(model.param_shapes for model in columns):
+        text = "ZeRO-0 states carry no names; they were told by shape and by the order of the model"
+        found.problems.append(Problem(text, columns[0].file))
+    return result
+
+
+# --------------------------------------------------------------------------- one optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """The optimizer of one model-state file.
+
+    Parameters
+    ----------
+    inner
+        The state dict of the optimizer itself.
+    states
+        States by number.
+    masters
+        Masters by number; empty where the weights themselves are trained.
+    """
+
+    inner: Cursor
+    states: Mapping[int, Cursor]
+    masters: Mapping[int, TensorRecord]
+
+    def numbered(self) -> list[Numbered]:
+        """The parameters in the order of the groups."""
+        return read_numbered(self.inner, self.states, self.masters)
+
+
+def _open(model: ModelStates) -> _Plain:
     optimizer = Cursor(model.archive.root, model.file).at("optimizer")
-    states = numbered_states(optimizer)
-    numbered = [entry for entry in read_numbered(optimizer, states) if not entry.is_expert]
-    names = assign_names(model, numbered, aliases)
-    for entry, name in zip(numbered, names, strict=True):
-        found.name_group(entry.group, name)
-        _add_parameter(name, model, states[entry.number], tensors, scalars)
-    found.problems.append(
-        Problem(
-            "ZeRO-0 states carry no names; they were told by shape and by the order of the model",
-            model.file,
+    wrapped = optimizer.maybe(WRAPPED)
+    inner = optimizer if wrapped is None else wrapped
+    if optimizer.maybe(FLAT_MASTERS) is not None:
+        raise UnsupportedError(
+            "without ZeRO, FusedAdam in half precision keeps its states in flat groups, whose "
+            "parameters are written nowhere",
+            file=model.file,
+            found=FLAT_MASTERS,
+            next_step="save the run with ZeRO-1, which records names",
         )
-    )
+    held = optimizer.maybe(MASTERS)
+    masters = {} if held is None else dict(_masters(inner, held))
+    states = {} if masters and not inner.at("state").value else numbered_states(inner)
+    return _Plain(inner, states, masters)
+
+
+def _masters(inner: Cursor, held: Cursor) -> Iterable[tuple[int, TensorRecord]]:
+    """Masters lie group by group, in the order of the numbers."""
+    for group, tensors in zip(inner.at("param_groups").each(), held.each(), strict=True):
+        for number, tensor in zip(group.at("params").shape(), tensors.each(), strict=True):
+            if not isinstance(tensor.value, TensorRecord):
+                raise tensor.unexpected("a tensor")
+            yield number, tensor.value
+
+
+def plain_param_groups(model: ModelStates) -> list[dict[str, object]]:
+    """Hyperparameters of the optimizer's groups, `params` left out."""
+    optimizer = Cursor(model.archive.root, model.file).at("optimizer")
+    inner = optimizer.maybe(WRAPPED) or optimizer
+    return [
+        {str(key): value for key, value in group.mapping().items() if key != "params"}
+        for group in inner.at("param_groups").each()
+    ]
+
+
+def plain_settings(model: ModelStates) -> dict[str, object]:
+    """What a class that trains in half precision says beside: clipping, the loss scale."""
+    optimizer = Cursor(model.archive.root, model.file).at("optimizer")
+    if optimizer.maybe(WRAPPED) is None:
+        return {}
+    bulk = (WRAPPED, MASTERS, FLAT_MASTERS)
+    return {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
 
 
 def numbered_states(optimizer: Cursor) -> dict[int, Cursor]:
@@ -96,40 +219,83 @@ def _as_key(number: object) -> int:
     return number if isinstance(number, int) else -1
 
 
-def read_numbered(optimizer: Cursor, states: Mapping[int, Cursor]) -> list[Numbered]:
+def read_numbered(
+    optimizer: Cursor,
+    states: Mapping[int, Cursor],
+    masters: Mapping[int, TensorRecord] | None = None,
+) -> list[Numbered]:
     """The parameters of an optimizer in the order of its groups."""
+    held = masters or {}
     numbered = []
     for position, group in enumerate(optimizer.at("param_groups").each()):
         moe = group.maybe("moe")
         is_expert = moe is not None and moe.value is True
         for number in group.at("params").shape():
-            if number not in states:
-                raise CheckpointError(
-                    "a parameter of the optimizer has no state, so its name cannot be told",
-                    file=optimizer.file,
-                    found=f"number {number} of group {position}",
-                )
-            shapes = [
-                value.value.shape
-                for _, value in states[number].named()
-                if isinstance(value.value, TensorRecord) and value.value.shape != ()
-            ]
-            if not shapes or any(shape != shapes[0] for shape in shapes):
-                raise uncuttable(optimizer.file, f"number {number}", shapes)
-            numbered.append(Numbered(position, number, shapes[0], is_expert))
+            shape = _shape_of(number, position, optimizer.file, states, held)
+            numbered.append(Numbered(position, number, shape, is_expert))
     return numbered
+
+
+def _shape_of(
+    number: int,
+    group: int,
+    file: str,
+    states: Mapping[int, Cursor],
+    masters: Mapping[int, TensorRecord],
+) -> tuple[int, ...]:
+    """The shape of a parameter: of its master, else that which all its states have."""
+    if number not in states and number not in masters:
+        raise CheckpointError(
+            "a parameter of the optimizer has no state, so its name cannot be told",
+            file=file,
+            found=f"number {number} of group {group}",
+        )
+    shapes = [
+        value.value.shape
+        for _, value in (states[number].named() if number in states else ())
+        if isinstance(value.value, TensorRecord) and value.value.shape != ()
+    ]
+    if number in masters:
+        shapes.insert(0, masters[number].shape)
+    if not shapes or any(shape != shapes[0] for shape in shapes):
+        raise uncuttable(file, f"number {number}", shapes)
+    return shapes[0]
+
+
+def _names(model: ModelStates, numbered: Sequence[Numbered], aliases: Collection[str]) -> list[str]:
+    """The names of the numbered parameters: as `param_shapes` lists them, else as they fit."""
+    if model.param_shapes is None:
+        return assign_names(model, numbered, aliases)
+    stated = [
+        (group, name, shape)
+        for group, shapes in enumerate(model.param_shapes)
+        for name, shape in shapes.items()
+    ]
+    held = [(entry.group, entry.shape) for entry in numbered]
+    if held != [(group, shape) for group, _, shape in stated]:
+        raise CheckpointError(
+            "param_shapes contradicts the states of the optimizer",
+            file=model.file,
+            expected=f"{len(stated)} parameters, as param_shapes lists them",
+            found=f"{len(held)}, or of other shapes",
+            next_step="the file is damaged or edited",
+        )
+    return [name for _, name, _ in stated]
 
 
 def assign_names(
     model: ModelStates, numbered: Sequence[Numbered], aliases: Collection[str] = ()
 ) -> list[str]:
     """The one assignment of names that keeps shapes, and the model's order in every group."""
+    ties = storage_ties(model)
     candidates = [
         (name, record.shape)
         for name, record in (model.module or {}).items()
-        if not (name in model.buffer_names or name in model.shared or name in aliases)
+        if not (
+            name in model.buffer_names or name in model.shared or name in aliases or name in ties
+        )
     ]
-    return assign_among(_without_aliases(model, candidates), numbered, model.file)
+    return assign_among(candidates, numbered, model.file)
 
 
 def assign_among(
@@ -145,21 +311,6 @@ def assign_among(
     if len(set(names)) != len(names):
         raise _untold(file, "two groups would own one parameter")
     return names
-
-
-def _without_aliases(
-    model: ModelStates, candidates: Sequence[tuple[str, tuple[int, ...]]]
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Leave out names whose tensor is the very bytes of an earlier name (tied weights)."""
-    module = model.module or {}
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
-    kept = []
-    for name, shape in candidates:
-        record = module[name]
-        if prod(shape) and seen.setdefault((record.offset, shape), name) != name:
-            continue
-        kept.append((name, shape))
-    return kept
 
 
 def _only_assignment(
@@ -202,39 +353,46 @@ def _untold(file: str, why: str) -> CheckpointError:
     )
 
 
+# --------------------------------------------------------------------------- states
+
+
 def _add_parameter(
-    name: str,
-    model: ModelStates,
-    state: Cursor,
-    tensors: dict[TensorKey, StoredTensor],
-    scalars: dict[TensorKey, Scalar],
+    name: str, model: ModelStates, plain: _Plain, entry: Numbered, result: Unsharded
 ) -> None:
     weights = (model.module or {})[name]
-    _add_tensor(name, MASTER, weights, model.file, tensors)
-    for key, value in state.named():
+    master = plain.masters.get(entry.number, weights)
+    _add_shard(name, MASTER, master, model, result)
+    state = plain.states.get(entry.number)
+    for key, value in state.named() if state is not None else ():
         found = value.value
         is_scalar = key == "step" or weights.shape != ()
         if isinstance(found, TensorRecord) and not (found.shape == () and is_scalar):
-            _add_tensor(name, key, found, model.file, tensors)
-        elif isinstance(found, TensorRecord):
-            number = read_scalar(model.archive, found)
-            scalars[name, key] = Scalar(number, found.dtype, value.path)
-        elif isinstance(found, (int, float)):
-            scalars[name, key] = Scalar(found, None, value.path)
+            _add_shard(name, key, found, model, result)
         else:
-            raise uncuttable(model.file, key, found)
+            _add_scalar(name, key, _scalar(value, model.archive), model, result)
 
 
-def _add_tensor(
-    name: str, state: str, record: TensorRecord, file: str, tensors: dict[TensorKey, StoredTensor]
+def _add_shard(
+    name: str, state: str, record: TensorRecord, model: ModelStates, result: Unsharded
 ) -> None:
-    order = stored_order(record, name, file)
-    tensors[name, state] = StoredTensor(
-        name,
-        state,
-        record.dtype,
-        replicated_map(record.shape, 1) if order is None else order,
-        {0: record_region(record, file)},
-        Role.PARAMETER,
-        _PROVENANCE,
+    shard = whole_shard(record, [(record, model.file)])
+    result.shards.setdefault((name, state), {})[model.mp] = shard
+
+
+def _add_scalar(
+    name: str, state: str, scalar: Scalar, model: ModelStates, result: Unsharded
+) -> None:
+    known = result.scalars.setdefault((name, state), scalar)
+    require_one_value(
+        {known.source: known.value, f"{model.file}: {scalar.source}": scalar.value},
+        f"{state} of {name}",
     )
+
+
+def _scalar(value: Cursor, archive: Archive) -> Scalar:
+    found = value.value
+    if isinstance(found, TensorRecord):
+        return Scalar(read_scalar(archive, found), found.dtype, value.path)
+    if isinstance(found, (int, float)):
+        return Scalar(found, None, value.path)
+    raise uncuttable(value.file, value.path, found)

@@ -143,7 +143,7 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         "module": module,
         "buffer_names": [name for name in contents.module if name in set(contents.buffers)],
         "optimizer": optimizer,
-        "param_shapes": [_sizes(bank.first.shapes) for bank in column.banks] or None,
+        "param_shapes": _param_shapes(column),
         "frozen_param_shapes": _frozen_shapes(column) if keeps_frozen else None,
         "shared_params": _shared(column, rank),
         "frozen_param_fragments": _frozen_fragments(column, rank, bulk) if keeps_frozen else None,
@@ -170,6 +170,20 @@ def _of_experts(column: Column, rank: int) -> dict[str, object]:
         "ds_autoep_layers": layers,
         INFO: {**kept, "expert_parameter_patterns": list(PATTERNS), "ds_autoep_layers": layers},
     }
+
+
+def _param_shapes(column: Column) -> list[OrderedDict[str, Size]]:
+    """Names and shapes in the order of the optimizer.
+
+    Without ZeRO DeepSpeed itself leaves them out, and reads them nowhere. They are what tells the
+    numbered states apart, so they are written all the same.
+    """
+    if column.options.stage:
+        return [_sizes(bank.first.shapes) for bank in column.banks]
+    return [
+        _sizes({name: shape for name in group.names if (shape := column.shape(name)) is not None})
+        for group in column.contents.groups
+    ]
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
