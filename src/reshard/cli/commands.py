@@ -61,6 +61,9 @@ class Topology:
     ep: int | None
     kv_heads: int | None
     vocab_multiple: int | None
+    stage_starts: str | None
+    tied: tuple[str, ...]
+    sub_group_size: int | None
     dtype: str | None
 
     def native(self) -> NativeOptions | None:
@@ -78,6 +81,9 @@ class Topology:
             ep=self.ep or 1,
             kv_heads=self.kv_heads,
             vocab_multiple=self.vocab_multiple,
+            stage_starts=None if self.stage_starts is None else _layers(self.stage_starts),
+            tied_layers=dict(map(_tied, self.tied)) or None,
+            sub_group_size=self.sub_group_size,
             dtype=self._model_dtype(),
         )
 
@@ -89,6 +95,24 @@ class Topology:
                 "no element type of a model", expected=", ".join(MODEL_DTYPES), found=self.dtype
             )
         return DTYPES[self.dtype]
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Numbers of pipeline layers, as in ``0,3``."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise UsageError("no list of layers", expected="numbers like 0,3", found=text)
+    return tuple(map(int, numbers))
+
+
+def _tied(text: str) -> tuple[str, tuple[int, ...]]:
+    """A tied module and its layers, as in ``embed=0,5``."""
+    key, separator, layers = text.partition("=")
+    if not (key and separator):
+        raise UsageError(
+            "no tied module and its layers", expected="something like embed=0,5", found=text
+        )
+    return key, _layers(layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

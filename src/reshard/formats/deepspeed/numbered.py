@@ -27,6 +27,9 @@ from reshard.formats.torch_archive import Archive, TensorRecord, read_scalar
 
 Shape = tuple[int, ...]
 
+_INNER = "optimizer_state_dict"
+_MASTERS, _FLAT_MASTERS = "fp32_groups", "fp32_groups_flat"
+
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
@@ -78,10 +81,24 @@ class Numbered:
         raise uncuttable(archive.path, state, found)
 
 
+def has_optimizer(archive: Archive) -> bool:
+    """Whether a model-state file holds an optimizer, so there is no ZeRO."""
+    return Cursor(archive.root, archive.path).maybe("optimizer") is not None
+
+
+def wrapper_settings(archive: Archive) -> dict[str, object]:
+    """What the wrapper for half precision keeps beside: clipping, the loss scale."""
+    optimizer = Cursor(archive.root, archive.path).at("optimizer")
+    if optimizer.maybe(_INNER) is None:
+        return {}
+    bulk = (_INNER, _MASTERS, _FLAT_MASTERS)
+    return {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+
+
 def inner_optimizer(archive: Archive) -> Cursor:
     """The torch optimizer's own state dict, inside its wrapper for half precision if it has one."""
     optimizer = Cursor(archive.root, archive.path).at("optimizer")
-    return optimizer.maybe("optimizer_state_dict") or optimizer
+    return optimizer.maybe(_INNER) or optimizer
 
 
 def read_numbered(archive: Archive) -> list[Numbered]:
@@ -124,16 +141,16 @@ def _as_key(number: object) -> int:
 def _masters(archive: Archive) -> list[list[TensorRecord]] | None:
     """The masters of every group, None where the weights of the model are the masters."""
     wrapper = Cursor(archive.root, archive.path).at("optimizer")
-    if wrapper.maybe("fp32_groups_flat") is not None:
+    if wrapper.maybe(_FLAT_MASTERS) is not None:
         raise UnsupportedError(
             "the masters of a ZeRO-0 run with a fused optimizer lie in flat buffers, and nothing "
             "says which parameter is where",
             file=archive.path,
-            expected="fp32_groups",
-            found="fp32_groups_flat",
+            expected=_MASTERS,
+            found=_FLAT_MASTERS,
             next_step="save the run with ZeRO-1, which records names",
         )
-    groups = wrapper.maybe("fp32_groups")
+    groups = wrapper.maybe(_MASTERS)
     if groups is None:
         return None
     return [[_tensor(master) for master in group.each()] for group in groups.each()]

@@ -10,6 +10,9 @@ The stages of a pipeline follow each other in the model, so their numbers are as
 sequence for every tensor-parallel rank. A tied module is on two stages under one name that nothing
 states; the same weights in two layer files betray it, and the checkpoint is refused.
 
+reshard itself adds `param_shapes`, as every file of ZeRO has it, and then names are read. Ties are
+not stated either: two names whose tensors are the very same bytes are one parameter.
+
 Groups of experts (`moe`) hold other experts on every rank; they are read from the files of the EP
 ranks (`unsharded_experts`).
 
@@ -84,19 +87,14 @@ def read_unsharded(
             if not entry.is_expert
         ]
         weights = _weights(stages[0], rank, layers, aliases)
-        candidates = [(name, record.shape) for name, (_, record) in weights.items()]
-        numbered = [entry for _, entry in entries]
-        names = assign_among(candidates, numbered, stages[0].file)
+        names = _names(stages, weights, [entry for _, entry in entries])
         for name, (model, entry) in zip(names, entries, strict=True):
             _require_weight(name, entry, model.file, weights[name])
             found.name_group(entry.group, name)
             held.setdefault(name, {})[model.mp] = (model, entry)
-    found.problems.append(
-        Problem(
-            "ZeRO-0 states carry no names; they were told by shape and by the order of the model",
-            columns[0].file,
-        )
-    )
+    if not _lists_names(columns):
+        text = "ZeRO-0 states carry no names; they were told by shape and by the order of the model"
+        found.problems.append(Problem(text, columns[0].file))
     result = Unsharded()
     for name, by_column in held.items():
         _add_parameter(name, by_column, result)
@@ -112,17 +110,24 @@ def _weights(
     """Parameters of the model that an optimizer may own, in the model's order."""
     if layers:
         return weights_of((t for t in layers if t.role is not Role.BUFFER), rank)
-    seen: set[tuple[int, Shape]] = set()
-    kept = {}
+    return {
+        name: (model.file, record)
+        for name, record in (model.module or {}).items()
+        if not (name in model.buffer_names or name in model.shared or name in aliases)
+    }
+
+
+def storage_ties(model: ModelStates) -> dict[str, str]:
+    """Names whose tensor is the very bytes of an earlier name of the file, alias -> owner."""
+    seen: dict[tuple[int, Shape, Shape], str] = {}
+    ties = {}
     for name, record in (model.module or {}).items():
-        if name in model.buffer_names or name in model.shared or name in aliases:
+        if name in model.buffer_names or not prod(record.shape):
             continue
-        place = (record.offset, record.shape)
-        if prod(record.shape) and place in seen:
-            continue  # another name of the same storage: tied
-        seen.add(place)
-        kept[name] = (model.file, record)
-    return kept
+        owner = seen.setdefault((record.offset, record.shape, record.strides), name)
+        if owner != name:
+            ties[name] = owner
+    return ties
 
 
 def _require_weight(
@@ -131,6 +136,38 @@ def _require_weight(
     """Prove the name by the values: a master, rounded to the model's dtype, is the weight."""
     if entry.master is not None and not is_rounded((file, entry.master), weight):
         raise _untold(file, f"the master that would be of {name} is not its weight")
+
+
+def _lists_names(columns: Sequence[ModelStates]) -> bool:
+    return all(model.param_shapes is not None for model in columns)
+
+
+def _names(
+    stages: Sequence[ModelStates], weights: Weights, numbered: Sequence[Numbered]
+) -> list[str]:
+    """The names of the numbered parameters: as `param_shapes` lists them, else as they fit."""
+    if not _lists_names(stages):
+        candidates = [(name, record.shape) for name, (_, record) in weights.items()]
+        return assign_among(candidates, numbered, stages[0].file)
+    stated = [
+        (group, name, shape)
+        for model in stages
+        for group, shapes in enumerate(model.param_shapes or ())
+        for name, shape in shapes.items()
+    ]
+    fits = len(stated) == len(numbered) and all(
+        entry.group == group and entry.shape in (None, shape) and name in weights
+        for entry, (group, name, shape) in zip(numbered, stated, strict=True)
+    )
+    if not fits:
+        raise CheckpointError(
+            "param_shapes contradicts the states of the optimizer",
+            file=stages[0].file,
+            expected=f"{len(stated)} parameters, as param_shapes lists them",
+            found=f"{len(numbered)}, or of other shapes",
+            next_step="the file is damaged or edited",
+        )
+    return [name for _, name, _ in stated]
 
 
 def assign_among(
