@@ -99,7 +99,7 @@ def convert(
     ep: options.Ep = None,
     kv_heads: options.KvHeads = None,
     vocab_multiple: options.VocabMultiple = None,
-    dtype: options.ModelDtype = None,
+    dtype: options.Dtype = None,
     drop_in: options.DropIn = False,
     include: options.Include = None,
     exclude: options.Exclude = None,
@@ -122,6 +122,7 @@ def convert(
     OUT appears under its name when it is complete, and not before.
     """
     from reshard.cli import commands
+    from reshard.cli.writing import WritingFlags
 
     return commands.convert(
         commands.Source(ckpt, tuple(also or ()), layout),
@@ -139,7 +140,7 @@ def convert(
             fsync=not no_fsync,
             workers=workers,
             max_memory=max_memory,
-            topology=commands.Topology(
+            writing=WritingFlags(
                 stage=stage,
                 dp=dp,
                 tp=tp,
@@ -147,9 +148,9 @@ def convert(
                 ep=ep,
                 kv_heads=kv_heads,
                 vocab_multiple=vocab_multiple,
-                dtype=dtype,
+                dtype=tuple(dtype or ()),
+                drop_in=drop_in,
             ),
-            drop_in=drop_in,
         ),
         json=json,
         quiet=quiet,

@@ -164,8 +164,8 @@ VocabMultiple = Annotated[
         min=1,
     ),
 ]
-ModelDtype = Annotated[
-    str | None,
+Dtype = Annotated[
+    list[str] | None,
     typer.Option(
         "--dtype",
         metavar="DTYPE",
