@@ -40,7 +40,7 @@ def converted(source: Path, folder: Path, grid: PipeRecipe) -> Path:
     options = NativeOptions(
         stage=1, dp=grid.dp, tp=grid.tp, pp=grid.pp, stage_starts=STARTS[grid.pp]
     )
-    reshard.convert(source, folder / TAG, to="deepspeed", native=options, fsync=False)
+    reshard.convert(source, folder / TAG, to="deepspeed", options=options, fsync=False)
     return folder
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard import api
+from reshard import api, convert
 from reshard.cli import main
+from reshard.errors import UsageError
 from reshard.execution import compare
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.torch_archive import read_archive, read_bytes
 from tests.faces.samples import values
 
@@ -121,7 +123,6 @@ def test_a_selection_is_all_that_is_written(sample: Checkpoint, out: Path, capsy
 REFUSALS = [
     (["--to", "onnx"], "cannot write the format 'onnx': expected universal or deepspeed"),
     (["--to", "deepspeed"], "a native DeepSpeed checkpoint is written for one topology; next: "),
-    (["--to", "deepspeed", "--dp", "2"], "a topology needs both --stage and --dp"),
     (
         ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--stage-starts", "0;3"],
         "no list of layers: expected numbers like 0,3, found 0;3",
@@ -134,7 +135,18 @@ REFUSALS = [
         ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--tied", "embed"],
         "no tied module and its layers: expected something like embed=0,5, found embed",
     ),
-    (["--stage", "1", "--dp", "2"], "the format 'universal' serves every topology, "),
+    (
+        ["--to", "deepspeed", "--dp", "2"],
+        "a native DeepSpeed checkpoint is written for one topology; next: name it with both",
+    ),
+    (
+        ["--stage", "1", "--dp", "2"],
+        "the format 'universal' does not take --stage and --dp; next: leave them out, or write",
+    ),
+    (
+        ["--to", "deepspeed", "--stage", "1", "--dp", "1", "--dtype", "int8"],
+        "no element type of a model: expected one of float32, bfloat16, float16, found int8",
+    ),
     (["--max-memory", "lots"], "not a size: found 'lots'; next: write it like 512MB"),
     (["--max-memory", "1kB"], "the memory cap is too small: "),
     (["--include", "nope*"], "a pattern matches no parameter: found 'nope*'; next: "),
@@ -144,6 +156,18 @@ REFUSALS = [
     ),
     (["--exclude", "*"], "nothing is selected: "),
 ]
+
+
+def test_options_of_another_format_are_refused(sample: Checkpoint, out: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        convert(sample.path, out, options=NativeOptions(stage=1, dp=1))
+    assert str(caught.value) == (
+        "these options are not of the format 'universal': "
+        "expected UniversalOptions, found NativeOptions"
+    )
+    with pytest.raises(UsageError, match="the format 'deepspeed' is not written without options"):
+        convert(sample.path, out, to="deepspeed")
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(("options", "line"), REFUSALS)

@@ -28,7 +28,7 @@ from reshard.execution import (
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import lay_out
+from reshard.formats.registry import WriteOptions, lay_out
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -119,8 +119,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas: str = "refuse",
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
-    native: NativeOptions | None = None,
-    drop_in: bool = False,
+    options: WriteOptions | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint to another format, bit for bit.
@@ -152,10 +151,10 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas
         What to do where ranks that should hold the same bytes differ: ``"refuse"``, ``"first"``
         (take the lowest rank's) or ``"mean"``.
-    native
-        The topology to write for, with ``to="deepspeed"``.
-    drop_in
-        Write the whole trainer's folder that the source lies in, with ``to="deepspeed"``.
+    options
+        What to choose about the output, of the type that the format takes:
+        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``. None for
+        the defaults of the format; ``"deepspeed"`` has none.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
 
@@ -169,9 +168,9 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final = resolved(destination)
     whole = open_checkpoint(source, also=also, layout=layout)
     chosen = select(whole, include=include, exclude=exclude, states=states)
-    if native is not None and layout is not None:
-        native = replace(native, layouts=read_stated_layouts(layout))
-    carried, target = lay_out(chosen, to=to, tag=final.name, native=native, drop_in=drop_in)
+    if isinstance(options, NativeOptions) and layout is not None:
+        options = replace(options, layouts=read_stated_layouts(layout))
+    carried, target = lay_out(chosen, to=to, tag=final.name, options=options)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
     left_out = len(whole.tensors) - len(chosen.tensors)

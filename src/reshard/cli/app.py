@@ -102,7 +102,7 @@ def convert(
     stage_starts: options.StageStarts = None,
     tied: options.Tied = None,
     sub_group_size: options.SubGroupSize = None,
-    dtype: options.ModelDtype = None,
+    dtype: options.Dtype = None,
     drop_in: options.DropIn = False,
     include: options.Include = None,
     exclude: options.Exclude = None,
@@ -125,6 +125,7 @@ def convert(
     OUT appears under its name when it is complete, and not before.
     """
     from reshard.cli import commands
+    from reshard.cli.writing import WritingFlags
 
     return commands.convert(
         commands.Source(ckpt, tuple(also or ()), layout),
@@ -142,7 +143,7 @@ def convert(
             fsync=not no_fsync,
             workers=workers,
             max_memory=max_memory,
-            topology=commands.Topology(
+            writing=WritingFlags(
                 stage=stage,
                 dp=dp,
                 tp=tp,
@@ -153,9 +154,9 @@ def convert(
                 stage_starts=stage_starts,
                 tied=tuple(tied or ()),
                 sub_group_size=sub_group_size,
-                dtype=dtype,
+                dtype=tuple(dtype or ()),
+                drop_in=drop_in,
             ),
-            drop_in=drop_in,
         ),
         json=json,
         quiet=quiet,

@@ -23,9 +23,8 @@ from reshard.cli.render_map import map_blocks
 from reshard.cli.render_verify import comparison_blocks
 from reshard.cli.screen import show
 from reshard.cli.units import parse_bytes
+from reshard.cli.writing import WritingFlags, write_options
 from reshard.errors import ReshardError, UsageError
-from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions
-from reshard.formats.dtypes import DTYPES, DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,71 +50,6 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """The options that name the topology of a native checkpoint, as given."""
-
-    stage: int | None
-    dp: int | None
-    tp: int | None
-    pp: int | None
-    ep: int | None
-    kv_heads: int | None
-    vocab_multiple: int | None
-    stage_starts: str | None
-    tied: tuple[str, ...]
-    sub_group_size: int | None
-    dtype: str | None
-
-    def native(self) -> NativeOptions | None:
-        """Return the topology to write for, None when no option names one."""
-        named = (self.stage, self.dp, self.tp, self.pp, self.ep, self.dtype)
-        if all(value is None for value in named):
-            return None
-        if self.stage is None or self.dp is None:
-            raise UsageError("a topology needs both --stage and --dp")
-        return NativeOptions(
-            stage=self.stage,
-            dp=self.dp,
-            tp=self.tp or 1,
-            pp=self.pp or 1,
-            ep=self.ep or 1,
-            kv_heads=self.kv_heads,
-            vocab_multiple=self.vocab_multiple,
-            stage_starts=None if self.stage_starts is None else _layers(self.stage_starts),
-            tied_layers=dict(map(_tied, self.tied)) or None,
-            sub_group_size=self.sub_group_size,
-            dtype=self._model_dtype(),
-        )
-
-    def _model_dtype(self) -> DType | None:
-        if self.dtype is None:
-            return None
-        if self.dtype not in MODEL_DTYPES:
-            raise UsageError(
-                "no element type of a model", expected=", ".join(MODEL_DTYPES), found=self.dtype
-            )
-        return DTYPES[self.dtype]
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    """Numbers of pipeline layers, as in ``0,3``."""
-    numbers = [part.strip() for part in text.split(",")]
-    if not all(number.isascii() and number.isdecimal() for number in numbers):
-        raise UsageError("no list of layers", expected="numbers like 0,3", found=text)
-    return tuple(map(int, numbers))
-
-
-def _tied(text: str) -> tuple[str, tuple[int, ...]]:
-    """A tied module and its layers, as in ``embed=0,5``."""
-    key, separator, layers = text.partition("=")
-    if not (key and separator):
-        raise UsageError(
-            "no tied module and its layers", expected="something like embed=0,5", found=text
-        )
-    return key, _layers(layers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """The options of ``reshard convert``, as given; ``max_memory`` still as text."""
 
@@ -131,8 +65,7 @@ class Conversion:
     fsync: bool
     workers: int | None
     max_memory: str | None
-    topology: Topology
-    drop_in: bool
+    writing: WritingFlags
 
 
 def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
@@ -200,8 +133,7 @@ def _converted(
         replicas=options.replicas,
         also=source.also,
         layout=source.layout,
-        native=options.topology.native(),
-        drop_in=options.drop_in,
+        options=write_options(options.to, options.writing),
         progress=progress,
     )
 

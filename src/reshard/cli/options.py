@@ -194,8 +194,8 @@ SubGroupSize = Annotated[
         min=1,
     ),
 ]
-ModelDtype = Annotated[
-    str | None,
+Dtype = Annotated[
+    list[str] | None,
     typer.Option(
         "--dtype",
         metavar="DTYPE",

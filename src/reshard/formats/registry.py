@@ -1,7 +1,9 @@
 """Which format a folder is of, and who reads and writes it.
 
 Theory. Formats do not know each other; this table knows all of them. A format is recognised by the
-files it cannot do without, never by a guess at their content. A new format is one entry here.
+files it cannot do without, never by a guess at their content. A new format is one entry here: how
+it is recognised, its reader and, where it is a target, its writer with the type of its options,
+which joins :data:`WriteOptions`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
@@ -21,14 +23,50 @@ from reshard.formats.folders import TagFolder, resolve_folder
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
-from reshard.formats.universal.writer import lay_out_universal
+from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
+
+Laid = tuple[Checkpoint, Target]
+"""What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
+
+WriteOptions = UniversalOptions | NativeOptions
+"""What the user may choose about an output: one type a writer, owned by its format."""
+
+Chosen = TypeVar("Chosen", bound=WriteOptions)
 
 
-class LayOut(Protocol):
-    """A writer: says what the files of a checkpoint will be."""
+@dataclass(frozen=True, slots=True)
+class Writer(Generic[Chosen]):
+    """How a format is written, and what may be chosen about it.
 
-    def __call__(self, checkpoint: Checkpoint, *, tag: str) -> Target:
-        """Lay out the output folder named `tag`."""
+    Parameters
+    ----------
+    options
+        Type of the options.
+    lay_out
+        Says what the files will be: from checkpoint, name of the output folder, and options.
+    default
+        The options when the user gives none; None when some must be given.
+    """
+
+    options: type[Chosen]
+    lay_out: Callable[[Checkpoint, str, Chosen], Laid]
+    default: Chosen | None = None
+
+    def chosen(self, to: str, given: WriteOptions | None) -> Chosen:
+        """Return the options to write with; those of another format are refused."""
+        options = self.default if given is None else given
+        if options is None:
+            raise UsageError(
+                f"the format {to!r} is not written without options",
+                next_step=f"say how, with {self.options.__name__}",
+            )
+        if not isinstance(options, self.options):
+            raise UsageError(
+                f"these options are not of the format {to!r}",
+                expected=self.options.__name__,
+                found=type(options).__name__,
+            )
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +81,14 @@ class Format:
         Whether a tag folder is of this format.
     read
         The reader.
-    lay_out
+    writer
         The writer, None when the format is read only.
     """
 
     name: str
     recognises: Callable[[TagFolder], bool]
     read: Callable[[TagFolder, StatedLayouts | None], Checkpoint]
-    lay_out: LayOut | None = None
+    writer: Writer[Any] | None = None
 
 
 def _is_universal(folder: TagFolder) -> bool:
@@ -71,11 +109,29 @@ def _open_universal(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoi
     return open_universal(folder)
 
 
+def _lay_out_universal(checkpoint: Checkpoint, tag: str, options: UniversalOptions) -> Laid:
+    del options
+    return checkpoint, lay_out_universal(checkpoint, tag=tag)
+
+
+def _lay_out_deepspeed(checkpoint: Checkpoint, tag: str, options: NativeOptions) -> Laid:
+    if options.drop_in:
+        return lay_out_drop_in(checkpoint, options)
+    return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=options)
+
+
 FORMATS: Mapping[str, Format] = {
     entry.name: entry
     for entry in (
-        Format("universal", _is_universal, _open_universal, lay_out_universal),
-        Format("deepspeed", _is_deepspeed, open_deepspeed),
+        Format(
+            "universal",
+            _is_universal,
+            _open_universal,
+            Writer(UniversalOptions, _lay_out_universal, UniversalOptions()),
+        ),
+        Format(
+            "deepspeed", _is_deepspeed, open_deepspeed, Writer(NativeOptions, _lay_out_deepspeed)
+        ),
     )
 }
 """Every format, in the order in which they are tried."""
@@ -135,13 +191,8 @@ def annotated(
 
 
 def lay_out(
-    checkpoint: Checkpoint,
-    *,
-    to: str,
-    tag: str,
-    native: NativeOptions | None = None,
-    drop_in: bool = False,
-) -> tuple[Checkpoint, Target]:
+    checkpoint: Checkpoint, *, to: str, tag: str, options: WriteOptions | None = None
+) -> Laid:
     """Lay out a checkpoint in a format.
 
     Parameters
@@ -152,32 +203,17 @@ def lay_out(
         Name of the format.
     tag
         Name of the output folder.
-    native
-        The topology to write for, which the format ``deepspeed`` needs and no other takes.
-    drop_in
-        Lay out the whole trainer's folder that the checkpoint lies in (``deepspeed`` only).
+    options
+        What was chosen about the output, of the type that the format's writer takes; None for its
+        defaults, where it has any.
 
     Returns
     -------
     checkpoint, target
         What to plan from (with the trainer's files, for a drop-in), and the files to be.
     """
-    if to == "deepspeed":
-        if native is None:
-            raise UsageError(
-                "a native DeepSpeed checkpoint is written for one topology",
-                next_step="name it with --stage and --dp (and --tp, --pp, --ep)",
-            )
-        if drop_in:
-            return lay_out_drop_in(checkpoint, native)
-        return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=native)
     entry = FORMATS.get(to)
-    if entry is None or entry.lay_out is None:
-        raise UsageError(f"cannot write the format {to!r}", expected="universal or deepspeed")
-    if native is not None or drop_in:
-        raise UsageError(
-            f"the format {to!r} serves every topology, so there is none to name",
-            next_step="leave --stage, --dp, --tp, --pp, --ep and --drop-in out, "
-            "or write with --to deepspeed",
-        )
-    return checkpoint, entry.lay_out(checkpoint, tag=tag)
+    if entry is None or entry.writer is None:
+        written = (entry.name for entry in FORMATS.values() if entry.writer is not None)
+        raise UsageError(f"cannot write the format {to!r}", expected=" or ".join(written))
+    return entry.writer.lay_out(checkpoint, tag, entry.writer.chosen(to, options))

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,11 @@ of. (In a model-state file DeepSpeed would hand it to the client as its own stat
 SCALARS = "reshard_scalars"
 """Key in `optimizer_state.pt` for scalar states other than `step`, which the folder has no file
 for."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalOptions:
+    """Nothing: a universal folder serves every topology, and is written in one way."""
 
 
 def lay_out_universal(checkpoint: Checkpoint, *, tag: str) -> Target:

@@ -46,6 +46,8 @@ class NativeOptions:
         (Megatron's ``--make-vocab-size-divisible-by``).
     layouts
         How the user says that parameters are cut.
+    drop_in
+        Whether the whole trainer's folder that the source lies in is written.
 
     Raises
     ------
@@ -73,6 +75,7 @@ class NativeOptions:
     kv_heads: int | None = None
     vocab_multiple: int | None = None
     layouts: LayoutSource | None = None
+    drop_in: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
