@@ -76,8 +76,10 @@ from reshard.formats.deepspeed.unsharded_experts import (
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.model_keys import client_state, text_keyed
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
+from reshard.formats.torch_archive import same_value
 from reshard.geometry import ParamAffineMap, nest
 
 Cells = dict[tuple[int, int], ModelStates]
@@ -444,8 +446,30 @@ class _Reading:
                 next_step="to resume, copy the *_optim_states.pt files here, or name their folder "
                 "with --also",
             )
+        archives = [model.archive for model in self.models.values()]
+        archives += [rank.archive for rank in self.ranks.values()]
+        for archive in archives:
+            yield from (Problem(text, archive.path) for text in archive.problems)
+        yield from self._other_client_states()
         trained = {tensor.name for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
         yield from report_absent_states(self.tensors, sorted(trained), self.scalars)
+
+    def _other_client_states(self) -> Iterator[Problem]:
+        """Under ZeRO-3 every rank saves a client state; those of a column may differ."""
+        for mp, first in enumerate(self.columns):
+            own = client_state(text_keyed(first.archive.root))
+            for dp in range(1, self.degrees.dp):
+                model = self.models.get((dp, mp))
+                if model is None:
+                    continue
+                other = client_state(text_keyed(model.archive.root))
+                keys = [k for k in {**own, **other} if not same_value(own.get(k), other.get(k))]
+                if keys:
+                    yield Problem(
+                        f"the client state of data-parallel rank {dp} differs from that of rank 0, "
+                        f"which is taken: {', '.join(keys)}",
+                        model.file,
+                    )
 
 
 def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:
