@@ -132,6 +132,10 @@ def _runs_of_partitions(optimizer: Any) -> Iterator[tuple[Any, list[_Run]]]:
                 yield member, [_Run(member, 0, 0, member.numel())]
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         yield from _zero3_runs(optimizer)
+    elif hasattr(optimizer, "fp32_groups"):  # half precision without ZeRO: a master a parameter
+        for masters, members in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, member in zip(masters, members, strict=True):
+                yield master, [_Run(member, 0, 0, member.numel())]
     elif hasattr(optimizer, "round_robin_bit16_groups"):
         for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
             members = optimizer.round_robin_bit16_groups[index]

@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_sh
 from reshard.formats.deepspeed.optimizer_records import uncuttable
 from reshard.formats.deepspeed.partitions import MASTER, Partitions
 from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.loss_scale import effective_settings
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import Archive, TensorRecord, read_scalar
 
@@ -198,12 +199,12 @@ def plain_param_groups(model: ModelStates) -> list[dict[str, object]]:
 
 
 def plain_settings(model: ModelStates) -> dict[str, object]:
-    """What a class that trains in half precision says beside: clipping, the loss scale."""
+    """What lies beside states and groups: clipping, the loss scale of half precision."""
     optimizer = Cursor(model.archive.root, model.file).at("optimizer")
-    if optimizer.maybe(WRAPPED) is None:
-        return {}
-    bulk = (WRAPPED, MASTERS, FLAT_MASTERS)
-    return {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+    bulk = (WRAPPED, MASTERS, FLAT_MASTERS, "state", "param_groups")
+    return effective_settings(
+        {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+    )
 
 
 def numbered_states(optimizer: Cursor) -> dict[int, Cursor]:
