@@ -32,7 +32,7 @@ from reshard.execution.replicas import (
     same_bits,
 )
 from reshard.execution.sources import SourceFiles
-from reshard.formats.checkpoint import COMPARED_EXTRAS
+from reshard.formats.checkpoint import COMPARED_EXTRAS, comparable_extra
 from reshard.formats.torch_archive import same_value, short_repr
 from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_map
 
@@ -218,7 +218,7 @@ def _values(left: Checkpoint, right: Checkpoint) -> Iterator[ValueDifference]:
             texts = ("missing" if side is None else repr(side.value) for side in (ours, theirs))
             yield ValueDifference(f"{key[1]} of {key[0]}", *texts)
     for name in _shared_extras(left, right):
-        mine, other = left.extras[name].value, right.extras[name].value
+        mine, other = (comparable_extra(name, side.extras[name].value) for side in (left, right))
         if not same_value(mine, other):
             yield ValueDifference(name, short_repr(mine), short_repr(other))
 

@@ -94,12 +94,6 @@ def test_heads_that_maps_leave_open_are_asked_for() -> None:
     lay_out(source, tp=4, kv_heads=2)
 
 
-def test_half_precision_without_zero_is_refused() -> None:
-    source = open_checkpoint(case_named("golden/odd_z2_dp2_bf16").path)
-    with pytest.raises(UnsupportedError, match=r"without ZeRO .* choose --stage 1"):
-        lay_out(source, stage=0)
-
-
 def test_zero3_in_fp16_needs_a_scaler_that_another_type_has_not(tmp_path: Path) -> None:
     source, _ = made_up(tmp_path, [{"a": (3,)}])
     options = NativeOptions(stage=3, dp=2, dtype=DTYPES["float16"])

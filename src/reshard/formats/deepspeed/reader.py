@@ -53,7 +53,7 @@ from reshard.formats.deepspeed.module import (
     zero3_tensors,
 )
 from reshard.formats.deepspeed.names import FileKind
-from reshard.formats.deepspeed.numbered import has_optimizer, wrapper_settings
+from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import read_layers
@@ -389,7 +389,7 @@ class _Reading:
                 self.found.name_group(group, name)
         extras: dict[str, Extra] = collect_extras(self.columns, self.ranks, self.found)
         if self.stage == 0:
-            settings = wrapper_settings(first.archive)
+            settings = plain_settings(first.archive)
             extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
         if self.pipeline is not None:
             extras[PIPELINE] = Extra(self.pipeline)

@@ -32,17 +32,11 @@ from reshard.formats.torch_archive import (
     ZERO_STAGE,
     EnumRecord,
     FragmentAddress,
-    Global,
     NewTensor,
-    ObjectRecord,
-    Step,
 )
 
 Own = tuple[FlatGroup, FlatPartition]
 """A flat buffer that a rank takes part in, and its partition of it."""
-
-LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
-"""Class of the loss scaler that does nothing, which every run has that is not in fp16."""
 
 
 def optimizer_tree(
@@ -85,12 +79,6 @@ def optimizer_tree(
     return {"optimizer_state_dict": body, **head}
 
 
-def still_loss_scaler() -> ObjectRecord:
-    """The loss scaler of a run that needs none: the factor 1."""
-    state = Step("state", {"cur_scale": 1.0, "dynamic": False})
-    return ObjectRecord(form="newobj", callable=LOSS_SCALER, steps=[state])
-
-
 # --------------------------------------------------------------------------- the two dialects
 
 
@@ -127,10 +115,8 @@ def _zero3_body(
     masters: Sequence[NewTensor],
 ) -> dict[str, object]:
     """ZeRO-3, whose loader demands a loss scaler."""
-    still = {"loss_scaler": still_loss_scaler(), "dynamic_loss_scale": False, "overflow": False}
     return {
         "zero_stage": stage,
-        **still,
         **settings,
         "partition_count": dp,
         "optimizer_state_dict": states,
