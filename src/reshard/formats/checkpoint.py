@@ -229,6 +229,9 @@ class Checkpoint:
         The files it is made of.
     problems
         What the reader found wrong.
+    is_export
+        Whether it is of a format that holds what is used when training is over: some states,
+        perhaps rounded, and nothing of the optimizer's beside them.
     """
 
     format: str
@@ -241,6 +244,7 @@ class Checkpoint:
     versions: Mapping[str, str] = field(default_factory=dict)
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
+    is_export: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
