@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         piece_ranges,
     )
     from reshard.api.opening import AnyPath, files_of, open_checkpoint
+    from reshard.api.reading import read
     from reshard.api.selection import select
     from reshard.api.verification import verify
     from reshard.execution import Comparison, ReplicaFinding, TensorDifference
@@ -56,6 +57,7 @@ _HOMES = {
     "inspect": "reshard.api.inspection",
     "open_checkpoint": "reshard.api.opening",
     "piece_ranges": "reshard.api.locating",
+    "read": "reshard.api.reading",
     "select": "reshard.api.selection",
     "verify": "reshard.api.verification",
 }
@@ -84,6 +86,7 @@ __all__ = [
     "inspect",
     "open_checkpoint",
     "piece_ranges",
+    "read",
     "select",
     "verify",
 ]

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
+from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
     TensorDifference,
-    compare,
     disk_needed,
     execute,
     sizes_for,
@@ -28,8 +29,10 @@ from reshard.execution import (
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import WriteOptions, lay_out
+from reshard.formats.registry import WriteOptions, lay_out, writer_of
+from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
+from reshard.formats.safetensors.options import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -113,6 +116,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     states: Sequence[str] = (),
+    trainable: bool = False,
+    rename: Renaming | None = None,
     dry_run: bool = False,
     resume: bool = False,
     overwrite: bool = False,
@@ -139,8 +144,11 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         Hard cap on the buffers of all workers together, in bytes.
     fsync
         Whether the output is on the disk for good before it gets its name.
-    include, exclude, states
-        As for :func:`~reshard.api.select`.
+    include, exclude, states, trainable
+        As for :func:`~reshard.api.select`. When no state is named, ``"safetensors"`` carries the
+        weights (``fp32``), and the other formats every state.
+    rename
+        Other names for parameters, with ``to="safetensors"``.
     dry_run
         Report what would be done, and write nothing.
     resume
@@ -154,8 +162,9 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         (take the lowest rank's) or ``"mean"``.
     options
         What to choose about the output, of the type that the format takes:
-        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``. None for
-        the defaults of the format; ``"deepspeed"`` has none.
+        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,
+        :class:`~reshard.formats.safetensors.options.SafetensorsOptions` for ``to="safetensors"``.
+        None for the defaults of the format; ``"deepspeed"`` has none.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
 
@@ -168,18 +177,16 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     start = time.perf_counter()
     final = resolved(destination)
     whole = open_checkpoint(source, also=also, layout=layout)
-    chosen = select(whole, include=include, exclude=exclude, states=states)
-    if isinstance(options, NativeOptions) and layout is not None:
-        options = replace(options, layouts=read_stated_layouts(layout))
+    states = states or writer_of(to).states
+    chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
+    chosen = _renamed(chosen, rename, to)
+    options = _completed(options, also, layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=options)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
-    left_out = len(whole.tensors) - len(chosen.tensors)
-    report = _forecast(chosen, job, final, left_out, threads, max_memory)
+    report = _forecast(chosen, job, final, len(whole.tensors), threads, max_memory)
     if dry_run:
-        check_names(job)
-        check_apart(job, final)
-        check_free(final, overwrite=overwrite or resume)
+        _check(job, final, overwrite=overwrite or resume)
         return report
     told = require_rounded_copies(chosen, replicas)
     done = execute(
@@ -197,18 +204,47 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     report = replace(report, notes=(*report.notes, *told))
     if not verify:
         return report
-    written = open_checkpoint(final)
-    found = compare(chosen, written, workers=threads, max_memory=max_memory, progress=progress)
+    pair = comparable(chosen, open_checkpoint(final))
+    found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
     return replace(report, comparison=found)
 
 
+def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
+    """Make the checks of the destination that a run makes first."""
+    check_names(job)
+    check_apart(job, final)
+    check_free(final, overwrite=overwrite)
+
+
+def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint:
+    if not rename:
+        return chosen
+    if not writer_of(to).takes_names:
+        raise UsageError(
+            f"the format {to!r} keeps the names of parameters",
+            next_step="leave --rename out, or write with --to safetensors",
+        )
+    return renamed(chosen, rename)
+
+
+def _completed(
+    options: WriteOptions | None, also: Sequence[AnyPath], layout: AnyPath | None
+) -> WriteOptions | None:
+    """The options with what the call says elsewhere: layouts, and folders to look in."""
+    if isinstance(options, NativeOptions) and layout is not None:
+        return replace(options, layouts=read_stated_layouts(layout))
+    if isinstance(options, SafetensorsOptions) and also:
+        return replace(options, beside=(*options.beside, *(os.fspath(folder) for folder in also)))
+    return options
+
+
 def _forecast(
-    chosen: Checkpoint, job: Plan, final: Path, left_out: int, workers: int, max_memory: int
+    chosen: Checkpoint, job: Plan, final: Path, whole: int, workers: int, max_memory: int
 ) -> ConversionReport:
     sizes = sizes_for(max_memory, workers)
     return ConversionReport(
         source=chosen,
-        left_out=left_out,
+        left_out=whole - len(chosen.tensors),
         format=job.format,
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,

@@ -104,9 +104,14 @@ def convert(
     sub_group_size: options.SubGroupSize = None,
     dtype: options.Dtype = None,
     drop_in: options.DropIn = False,
+    max_shard_size: options.MaxShardSize = None,
+    tied_weights: options.TiedNames = None,
+    rename: options.Rename = None,
+    rename_table: options.RenameTable = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
+    trainable: options.Trainable = False,
     replicas: options.ReplicaPolicy = options.Replicas.REFUSE,
     dry_run: options.DryRun = False,
     resume: options.Resume = False,
@@ -132,9 +137,14 @@ def convert(
         out,
         commands.Conversion(
             to=to,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            states=tuple(states or ()),
+            selection=commands.Selection(
+                tuple(include or ()),
+                tuple(exclude or ()),
+                tuple(states or ()),
+                trainable,
+                tuple(rename or ()),
+                rename_table,
+            ),
             replicas=replicas.value,
             dry_run=dry_run,
             resume=resume,
@@ -156,6 +166,8 @@ def convert(
                 sub_group_size=sub_group_size,
                 dtype=tuple(dtype or ()),
                 drop_in=drop_in,
+                max_shard_size=max_shard_size,
+                tied_weights=tied_weights.value if tied_weights else None,
             ),
         ),
         json=json,
@@ -171,6 +183,9 @@ def verify(
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
+    trainable: options.Trainable = False,
+    rename: options.Rename = None,
+    rename_table: options.RenameTable = None,
     also: options.Also = None,
     layout: options.Layout = None,
     json: options.Json = False,
@@ -179,11 +194,20 @@ def verify(
     """Prove that two checkpoints hold the same tensors, for every state and scalar.
 
     Formats and topologies may differ. When the tensors do, exit code 1 and the first differences.
+    Weights for serving (safetensors) are compared in their element type, and what such a folder
+    cannot hold is listed, not counted.
     """
     from reshard.cli import commands
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    selection = commands.Selection(tuple(include or ()), tuple(exclude or ()), tuple(states or ()))
+    selection = commands.Selection(
+        tuple(include or ()),
+        tuple(exclude or ()),
+        tuple(states or ()),
+        trainable,
+        tuple(rename or ()),
+        rename_table,
+    )
     return commands.verify(source, out, selection, json=json, quiet=quiet)
 
 

@@ -25,6 +25,7 @@ from reshard.cli.screen import show
 from reshard.cli.units import parse_bytes
 from reshard.cli.writing import WritingFlags, write_options
 from reshard.errors import ReshardError, UsageError
+from reshard.formats.renaming import Renaming, renaming_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The options that narrow what is compared, as given."""
+    """The options that say what is carried or compared, and under which names, as given."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    trainable: bool = False
+    rename: tuple[str, ...] = ()
+    rename_table: str | None = None
+
+    def renaming(self) -> Renaming:
+        """Return the renaming, which may be empty."""
+        return renaming_of(self.rename, self.rename_table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +62,7 @@ class Conversion:
     """The options of ``reshard convert``, as given; ``max_memory`` still as text."""
 
     to: str
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    states: tuple[str, ...]
+    selection: Selection
     replicas: str
     dry_run: bool
     resume: bool
@@ -123,9 +129,11 @@ def _converted(
         workers=options.workers,
         max_memory=api.DEFAULT_MAX_MEMORY_BYTES if cap is None else parse_bytes(cap),
         fsync=options.fsync,
-        include=options.include,
-        exclude=options.exclude,
-        states=_listed(options.states),
+        include=options.selection.include,
+        exclude=options.selection.exclude,
+        states=_listed(options.selection.states),
+        trainable=options.selection.trainable,
+        rename=options.selection.renaming(),
         dry_run=options.dry_run,
         resume=options.resume,
         overwrite=options.overwrite,
@@ -149,6 +157,8 @@ def verify(source: Source, out: str, selection: Selection, *, json: bool, quiet:
             include=selection.include,
             exclude=selection.exclude,
             states=_listed(selection.states),
+            trainable=selection.trainable,
+            rename=selection.renaming(),
             progress=progress,
         )
     if json:

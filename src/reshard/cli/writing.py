@@ -11,10 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from reshard.cli.units import parse_bytes
 from reshard.errors import UsageError
 from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions
-from reshard.formats.dtypes import DTYPES, DType
+from reshard.formats.dtypes import DType, spelled_dtype
 from reshard.formats.registry import WriteOptions
+from reshard.formats.safetensors.options import (
+    DEFAULT_SHARD_SIZE,
+    SafetensorsOptions,
+    Tied,
+    dtype_rules,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,8 @@ class WritingFlags:
     sub_group_size: int | None = None
     dtype: tuple[str, ...] = ()
     drop_in: bool = False
+    max_shard_size: str | None = None
+    tied_weights: str | None = None
 
     def given(self) -> frozenset[str]:
         """Names of the options that were given."""
@@ -108,13 +117,26 @@ def _native(flags: WritingFlags) -> NativeOptions:
 def _model_dtype(given: tuple[str, ...]) -> DType | None:
     if not given:
         return None
-    if len(given) > 1 or given[0] not in MODEL_DTYPES:
+    dtype = spelled_dtype(given[0])
+    if len(given) > 1 or dtype.name not in MODEL_DTYPES:
         raise UsageError(
             "no element type of a model",
             expected=f"one of {', '.join(MODEL_DTYPES)}",
             found=" and ".join(given),
         )
-    return DTYPES[given[0]]
+    return dtype
+
+
+# --------------------------------------------------------------------------- safetensors
+
+
+def _safetensors(flags: WritingFlags) -> SafetensorsOptions:
+    size = flags.max_shard_size
+    return SafetensorsOptions(
+        dtypes=dtype_rules(flags.dtype),
+        max_shard_size=DEFAULT_SHARD_SIZE if size is None else parse_bytes(size),
+        tied=None if flags.tied_weights is None else Tied(flags.tied_weights),
+    )
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -142,5 +164,6 @@ _NATIVE = (
 
 _TAKEN: Mapping[str, _Taken] = {
     "deepspeed": _Taken(_NATIVE, _native),
+    "safetensors": _Taken(("dtype", "max_shard_size", "tied_weights"), _safetensors),
 }
 """What each format takes; one that is not here takes nothing."""

@@ -279,6 +279,9 @@ class Checkpoint:
         What the reader found wrong.
     copies
         Where the model's own weights must be the masters rounded, for whoever reads bytes.
+    is_export
+        Whether it is of a format that holds what is used when training is over: some states,
+        perhaps rounded, and nothing of the optimizer's beside them.
     """
 
     format: str
@@ -292,6 +295,7 @@ class Checkpoint:
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
     copies: tuple[RoundedCopy, ...] = ()
+    is_export: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

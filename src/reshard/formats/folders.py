@@ -18,6 +18,9 @@ from reshard.errors import CheckpointError, MissingFileError, UsageError
 POINTERS = ("latest", "latest_universal")
 """Pointer files, in the order in which they are looked for."""
 
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+"""Ends of the names of files of weights."""
+
 POINTER_LIMIT = 4096
 """A pointer file holds one folder name; more bytes than this are not a pointer."""
 
@@ -36,12 +39,15 @@ class TagFolder:
         The pointer file that named it, None when the user did.
     also
         Further folders that hold ranks of the same checkpoint, absolute.
+    named
+        Name of the file that the user named in it, None when they named a folder.
     """
 
     path: Path
     tag: str
     pointer: str | None = None
     also: tuple[Path, ...] = ()
+    named: str | None = None
 
     def listing(self) -> dict[str, list[Path]]:
         """Every file of the folder and of the `also` folders, by name."""
@@ -59,13 +65,19 @@ def holds_checkpoint(folder: Path) -> bool:
     return "zero" in names or any(name.endswith("_states.pt") for name in names)
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder directly holds files of weights for serving (safetensors)."""
+    return any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
+
+
 def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> TagFolder:
     """Find the tag folder that `path` means.
 
     Parameters
     ----------
     path
-        A save folder with a pointer file, a tag folder, or a file in a tag folder.
+        A save folder with a pointer file, a tag folder, or a file in a tag folder. Weights that
+        lie beside a pointer file are taken when a file of them is named, else the checkpoint.
     also
         Further folders with ranks of the same checkpoint; each may be given like `path`.
 
@@ -79,12 +91,20 @@ def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Ta
     given = Path(path).absolute()
     if not given.exists():
         raise MissingFileError("no such file or folder", file=given, next_step="check the path")
-    folder = given if given.is_dir() else given.parent
+    folder, named = (given, None) if given.is_dir() else (given.parent, given.name)
     pointer = None
-    if not holds_checkpoint(folder):
+    if not _holds_any(folder, named):
         folder, pointer = _follow_pointer(folder)
+        named = None
     others = tuple(_resolve_other(other, folder) for other in also)
-    return TagFolder(folder, folder.name, pointer, others)
+    return TagFolder(folder, folder.name, pointer, others, named)
+
+
+def _holds_any(folder: Path, named: str | None) -> bool:
+    """Whether the files of a checkpoint or of weights are here, not where a pointer leads."""
+    if holds_checkpoint(folder) or (named is not None and named.endswith(WEIGHT_SUFFIXES)):
+        return True
+    return holds_weights(folder) and not any((folder / name).is_file() for name in POINTERS)
 
 
 def _resolve_other(path: str, first: Path) -> Path:
@@ -110,7 +130,7 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
     raise CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
-        expected=f"one of {', '.join(POINTERS)}, or *_states.pt files",
+        expected=f"one of {', '.join(POINTERS)}, or *_states.pt or *.safetensors files",
         found=_complete_tags(folder),
         next_step="name the tag folder itself",
     )

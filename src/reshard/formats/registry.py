@@ -20,6 +20,10 @@ from reshard.formats.deepspeed.reader import open_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.folders import TagFolder, resolve_folder
+from reshard.formats.safetensors.files import holds_sets, names_set
+from reshard.formats.safetensors.options import SafetensorsOptions
+from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
+from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
@@ -28,7 +32,7 @@ from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
 Laid = tuple[Checkpoint, Target]
 """What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
 
-WriteOptions = UniversalOptions | NativeOptions
+WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions
 """What the user may choose about an output: one type a writer, owned by its format."""
 
 Chosen = TypeVar("Chosen", bound=WriteOptions)
@@ -46,11 +50,17 @@ class Writer(Generic[Chosen]):
         Says what the files will be: from checkpoint, name of the output folder, and options.
     default
         The options when the user gives none; None when some must be given.
+    states
+        The states that are carried when the user names none; empty for all.
+    takes_names
+        Whether parameters may get other names: not so where more than tensors speaks of names.
     """
 
     options: type[Chosen]
     lay_out: Callable[[Checkpoint, str, Chosen], Laid]
     default: Chosen | None = None
+    states: tuple[str, ...] = ()
+    takes_names: bool = False
 
     def chosen(self, to: str, given: WriteOptions | None) -> Chosen:
         """Return the options to write with; those of another format are refused."""
@@ -92,21 +102,30 @@ class Format:
 
 
 def _is_universal(folder: TagFolder) -> bool:
-    return (folder.path / "zero").is_dir()
+    return not names_set(folder) and (folder.path / "zero").is_dir()
 
 
 def _is_deepspeed(folder: TagFolder) -> bool:
-    return any(name.endswith("_states.pt") for name in folder.listing())
+    return not names_set(folder) and any(name.endswith("_states.pt") for name in folder.listing())
 
 
 def _open_universal(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+    _require_unstated(folder, stated)
+    return open_universal(folder)
+
+
+def _open_safetensors(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+    _require_unstated(folder, stated)
+    return open_safetensors(folder)
+
+
+def _require_unstated(folder: TagFolder, stated: StatedLayouts | None) -> None:
     if stated is not None:
         raise UsageError(
-            "a universal folder holds whole tensors, so there is no layout to state",
+            "the folder holds whole tensors, so there is no layout to state",
             file=folder.path,
             next_step="leave --layout out",
         )
-    return open_universal(folder)
 
 
 def _lay_out_universal(checkpoint: Checkpoint, tag: str, options: UniversalOptions) -> Laid:
@@ -120,6 +139,11 @@ def _lay_out_deepspeed(checkpoint: Checkpoint, tag: str, options: NativeOptions)
     return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=options)
 
 
+def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsOptions) -> Laid:
+    del tag
+    return checkpoint, lay_out_safetensors(checkpoint, options=options)
+
+
 FORMATS: Mapping[str, Format] = {
     entry.name: entry
     for entry in (
@@ -131,6 +155,18 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "deepspeed", _is_deepspeed, open_deepspeed, Writer(NativeOptions, _lay_out_deepspeed)
+        ),
+        Format(
+            "safetensors",
+            holds_sets,
+            _open_safetensors,
+            Writer(
+                SafetensorsOptions,
+                _lay_out_safetensors,
+                SafetensorsOptions(),
+                states=(WEIGHTS,),
+                takes_names=True,
+            ),
         ),
     )
 }
@@ -212,8 +248,20 @@ def lay_out(
     checkpoint, target
         What to plan from (with the trainer's files, for a drop-in), and the files to be.
     """
+    writer = writer_of(to)
+    return writer.lay_out(checkpoint, tag, writer.chosen(to, options))
+
+
+def writer_of(to: str) -> Writer[Any]:
+    """Return the writer of a format.
+
+    Raises
+    ------
+    UsageError
+        There is no such format, or it is read only.
+    """
     entry = FORMATS.get(to)
     if entry is None or entry.writer is None:
         written = (entry.name for entry in FORMATS.values() if entry.writer is not None)
         raise UsageError(f"cannot write the format {to!r}", expected=" or ".join(written))
-    return entry.writer.lay_out(checkpoint, tag, entry.writer.chosen(to, options))
+    return entry.writer

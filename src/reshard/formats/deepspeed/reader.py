@@ -74,8 +74,10 @@ from reshard.formats.deepspeed.unsharded_experts import (
     require_one_column,
 )
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
+from reshard.formats.dtypes import DType
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.formats.model_keys import client_state, text_keyed
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
@@ -393,6 +395,7 @@ class _Reading:
             extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
         if self.pipeline is not None:
             extras[PIPELINE] = Extra(self.pipeline)
+        extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)
         restore_keys = governor.restore_keys
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
@@ -424,6 +427,14 @@ class _Reading:
                     copy = copy_of(name, fragment, *weights[name])
                     if copy is not None:
                         yield copy
+
+    def _module_dtypes(self) -> dict[str, DType]:
+        """Element type of every weight in the state dict of the model, in its order."""
+        dtypes: dict[str, DType] = {}
+        for column in map(self._with_layers, self.columns):
+            for name, record in (column.module or {}).items():
+                dtypes.setdefault(name, record.dtype)
+        return dtypes
 
     def _topology(self) -> Topology:
         autoep = self.experts.autoep

@@ -22,10 +22,8 @@ from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_of, source_stage
 from reshard.formats.dtypes import DType
+from reshard.formats.model_dtypes import stated_dtypes
 from reshard.formats.pipelines import PIPELINE, Pipeline
-
-MODULE_EXTRA = "module"
-"""Extra with the source's state dict: name -> element type, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +304,7 @@ def _stored_module(checkpoint: Checkpoint, pipeline: Pipeline | None) -> dict[st
             for layer in pipeline.layers
             for local, dtype in layer.tensors.items()
         }
-    extra = checkpoint.extras.get(MODULE_EXTRA)
-    value = extra.value if extra is not None else None
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(name): dtype for name, dtype in value.items() if isinstance(dtype, DType)}
+    return stated_dtypes(checkpoint)
 
 
 def _model_dtype(
