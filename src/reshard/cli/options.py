@@ -17,6 +17,7 @@ _WHAT = "What to carry"
 _SAFETY = "Safety"
 _BUDGETS = "Budgets"
 _OUTPUT = "Output"
+_FILES = "Files to write"
 _TOPOLOGY = "Topology to write for (--to deepspeed)"
 _WEIGHTS = "Weights to serve (--to safetensors)"
 
@@ -249,6 +250,25 @@ RenameTable = Annotated[
         metavar="FILE",
         help='A JSON file {"OLD": "NEW", ...} of whole names.',
         rich_help_panel=_WEIGHTS,
+    ),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Largest data file, for example 5GB.  4GiB by default.",
+        rich_help_panel=_FILES,
+    ),
+]
+DcpTree = Annotated[
+    str | None,
+    typer.Option(
+        "--dcp-tree",
+        metavar="NAME",
+        help="Where a DCP folder keeps things: get_state_dict (under model and optim, the "
+        "default) or torchtitan (model at the root, flattened optimizer).",
+        rich_help_panel=_FILES,
     ),
 ]
 DropIn = Annotated[

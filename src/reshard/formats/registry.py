@@ -15,6 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp.options import DcpOptions
+from reshard.formats.dcp.reader import is_dcp, open_dcp
+from reshard.formats.dcp.writer import lay_out_dcp
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
@@ -32,7 +35,7 @@ from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
 Laid = tuple[Checkpoint, Target]
 """What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
 
-WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions
+WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions | DcpOptions
 """What the user may choose about an output: one type a writer, owned by its format."""
 
 Chosen = TypeVar("Chosen", bound=WriteOptions)
@@ -144,6 +147,21 @@ def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsO
     return checkpoint, lay_out_safetensors(checkpoint, options=options)
 
 
+def _open_dcp(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+    if stated is not None:
+        raise UsageError(
+            "a DCP folder says where each chunk is, so there is no layout to state",
+            file=folder.path,
+            next_step="leave --layout out",
+        )
+    return open_dcp(folder)
+
+
+def _lay_out_dcp(checkpoint: Checkpoint, tag: str, options: DcpOptions) -> Laid:
+    del tag
+    return checkpoint, lay_out_dcp(checkpoint, options=options)
+
+
 FORMATS: Mapping[str, Format] = {
     entry.name: entry
     for entry in (
@@ -168,6 +186,7 @@ FORMATS: Mapping[str, Format] = {
                 takes_names=True,
             ),
         ),
+        Format("dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions())),
     )
 }
 """Every format, in the order in which they are tried."""
