@@ -29,7 +29,7 @@ from reshard.execution import (
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import WriteOptions, lay_out, writer_of
+from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.safetensors.options import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
@@ -124,6 +124,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas: str = "refuse",
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
     options: WriteOptions | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -131,7 +132,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
 
     Parameters
     ----------
-    source, also, layout
+    source, also, layout, reading
         As for :func:`~reshard.api.open_checkpoint`.
     destination
         The folder to write. It appears complete or not at all.
@@ -175,7 +176,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     """
     start = time.perf_counter()
     final = resolved(destination)
-    whole = open_checkpoint(source, also=also, layout=layout)
+    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     states = states or writer_of(to).states
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, to)

@@ -135,7 +135,8 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
     raise CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
-        expected=f"one of {', '.join(POINTERS)}, or *_states.pt or *.safetensors files",
+        expected=f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, "
+        "or a .metadata",
         found=_complete_tags(folder),
         next_step="name the tag folder itself",
     )

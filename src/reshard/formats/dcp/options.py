@@ -22,6 +22,10 @@ LARGEST_CHUNK_BYTES = 64 << 20
 chunk of a whole embedding would be read by every rank."""
 
 
+ARCHIVE_BYTES = 2048
+"""What an archive takes beside the elements of its chunk, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """Where the model and the optimizer are in the tree.
@@ -69,6 +73,11 @@ class DcpOptions:
     tree: Tree = field(default_factory=Tree)
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     dtype: DType | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest chunk, such that its archive fits into a data file."""
+        return max(1, min(self.max_shard_bytes - ARCHIVE_BYTES, LARGEST_CHUNK_BYTES))
 
     def __post_init__(self) -> None:
         if self.max_shard_bytes < 1:

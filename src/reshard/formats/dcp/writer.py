@@ -23,7 +23,7 @@ from reshard.formats.dcp.carried import KEY, carried_object
 from reshard.formats.dcp.index import METADATA, Chunk, Path, Place, TensorEntry
 from reshard.formats.dcp.layout import Cutter, Packing, chunk_fill
 from reshard.formats.dcp.metadata_writing import metadata_pickle
-from reshard.formats.dcp.options import LARGEST_CHUNK_BYTES, DcpOptions, Tree
+from reshard.formats.dcp.options import DcpOptions, Tree
 from reshard.formats.dcp.settings import Settings, carried_of, settings_of, state_value
 from reshard.formats.dcp.tree import PARAM_GROUPS, PARAMS, STATE
 from reshard.formats.dtypes import DType
@@ -68,7 +68,7 @@ class _Output:
         self.settings = settings
         self._left_out: tuple[str, ...] = ()
         self.packing = Packing(options.max_shard_bytes)
-        self.cutter = Cutter(min(options.max_shard_bytes, LARGEST_CHUNK_BYTES))
+        self.cutter = Cutter(options.chunk_bytes)
         self.tensors: dict[str, TensorEntry] = {}
         self.paths: dict[str, Path] = {}
         self.places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
