@@ -175,9 +175,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         be written; nothing that looks like a result is left behind.
     """
     start = time.perf_counter()
-    final = resolved(destination)
+    final, states = resolved(destination), states or writer_of(to).states
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
-    states = states or writer_of(to).states
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, to)
     options = _completed(options, also, layout)
@@ -200,11 +199,11 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     )
     seconds = time.perf_counter() - start
     report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
-    if not verify:
-        return report
-    pair = comparable(chosen, open_checkpoint(final))
-    found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
-    return replace(report, comparison=found)
+    if verify:
+        pair = comparable(chosen, open_checkpoint(final))
+        found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
+        report = replace(report, comparison=found)
+    return report
 
 
 def _check(job: Plan, final: Path, *, overwrite: bool) -> None:

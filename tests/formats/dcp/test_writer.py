@@ -219,3 +219,49 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert "no optimizer state: the folder holds the model alone" in report.notes
     index = pickle.loads((tmp_path / "out" / ".metadata").read_bytes())
     assert {name.split(".")[0] for name in index.state_dict_metadata} == {"model", "reshard"}
+
+
+class TestTiesAcrossFormats:
+    """torch saves a tied name as a tensor of its own; DeepSpeed as an alias."""
+
+    @pytest.fixture
+    def pair(self, tmp_path: Path) -> tuple[Path, Path]:
+        """A run of DeepSpeed, and the same state as torch itself would save it."""
+        source, out = GOLDEN / "odd_z1_dp2_fp32" / "ckpt", tmp_path / "ours"
+        reshard.convert(source, out, to="dcp")
+        index = pickle.loads((out / ".metadata").read_bytes())
+        tree: dict[str, Any] = {"model": {}, "optim": {"state": {}, "param_groups": []}}
+        for name, entry in index.state_dict_metadata.items():
+            path = index.planner_data[name]
+            if path[:2] == ("optim", "param_groups"):
+                while len(tree["optim"]["param_groups"]) <= path[2]:
+                    tree["optim"]["param_groups"].append({})
+                tree["optim"]["param_groups"][path[2]][path[3]] = None
+            elif path[0] != "reshard":
+                inner = tree
+                for key in path[:-1]:
+                    inner = inner.setdefault(key, {})
+                inner[path[-1]] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        return source, save(load(tree, out), tmp_path / "theirs")
+
+    def test_they_are_equal(self, pair: tuple[Path, Path]) -> None:
+        source, theirs = pair
+        assert ("head.weight", "fp32") in opened(theirs).tensors
+        assert opened(theirs).aliases == {}
+        assert reshard.verify(source, theirs).equal
+        assert reshard.verify(theirs, source).equal
+
+    def test_a_tied_copy_that_differs_is_a_difference(self, pair: tuple[Path, Path]) -> None:
+        source, theirs = pair
+        tensor = opened(theirs).tensors["head.weight", "fp32"]
+        region = tensor.regions[0]
+        raw = bytearray(Path(region.file).read_bytes())
+        raw[region.offset + 5] ^= 1
+        Path(region.file).write_bytes(raw)
+        (found,) = reshard.verify(source, theirs).differences
+        assert (found.key, found.what, found.count, found.index) == (
+            ("head.weight", "fp32"),
+            "values",
+            1,
+            (0, 1),
+        )
