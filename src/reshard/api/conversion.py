@@ -29,7 +29,7 @@ from reshard.execution import (
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import WriteOptions, lay_out, writer_of
+from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
 from reshard.formats.safetensors.options import SafetensorsOptions
@@ -125,6 +125,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas: str = "refuse",
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
     options: WriteOptions | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -132,7 +133,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
 
     Parameters
     ----------
-    source, also, layout
+    source, also, layout, reading
         As for :func:`~reshard.api.open_checkpoint`.
     destination
         The folder to write. It appears complete or not at all.
@@ -175,9 +176,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         be written; nothing that looks like a result is left behind.
     """
     start = time.perf_counter()
-    final = resolved(destination)
-    whole = open_checkpoint(source, also=also, layout=layout)
-    states = states or writer_of(to).states
+    final, states = resolved(destination), states or writer_of(to).states
+    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, to)
     options = _completed(options, also, layout)
@@ -202,11 +202,11 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     seconds = time.perf_counter() - start
     report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
     report = replace(report, notes=(*report.notes, *told))
-    if not verify:
-        return report
-    pair = comparable(chosen, open_checkpoint(final))
-    found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
-    return replace(report, comparison=found)
+    if verify:
+        pair = comparable(chosen, open_checkpoint(final))
+        found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
+        report = replace(report, comparison=found)
+    return report
 
 
 def _check(job: Plan, final: Path, *, overwrite: bool) -> None:

@@ -69,14 +69,12 @@ def comparable(left: Checkpoint, right: Checkpoint) -> Pair:
 
 
 def _untied(side: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """The side with every tied name as a tensor that the other side has as one."""
-    names = set(other.names)
+    """The side with every state of a tied name as a tensor that the other side has as one."""
     added = {
         (alias, state): replace(tensor, name=alias)
         for alias, owner in side.aliases.items()
-        if alias in names
         for (name, state), tensor in side.tensors.items()
-        if name == owner
+        if name == owner and (alias, state) in other.tensors
     }
     return replace(side, tensors={**side.tensors, **added}) if added else side
 

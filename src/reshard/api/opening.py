@@ -8,12 +8,17 @@ from os import PathLike, fspath
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, SourceFile
 from reshard.formats.folders import resolve_folder
+from reshard.formats.registry import ReadOptions
 
 AnyPath = str | PathLike[str]
 
 
 def open_checkpoint(
-    path: AnyPath, *, also: Sequence[AnyPath] = (), layout: AnyPath | None = None
+    path: AnyPath,
+    *,
+    also: Sequence[AnyPath] = (),
+    layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format; headers and metadata are read, never tensor bytes.
 
@@ -25,6 +30,9 @@ def open_checkpoint(
         Further folders that hold ranks of the same checkpoint.
     layout
         A file of rules that say how parameters are cut, for a checkpoint that does not say so.
+    reading
+        What else its files leave open, of the type that its format takes:
+        :class:`~reshard.formats.dcp.reader.DcpReading`.
 
     Raises
     ------
@@ -32,7 +40,10 @@ def open_checkpoint(
         The input is not a whole and sound checkpoint; the subclass and the text say why.
     """
     return registry.open_checkpoint(
-        fspath(path), also=tuple(fspath(folder) for folder in also), layout=layout
+        fspath(path),
+        also=tuple(fspath(folder) for folder in also),
+        layout=layout,
+        reading=reading,
     )
 
 

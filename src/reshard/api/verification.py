@@ -11,6 +11,7 @@ from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
 from reshard.execution import Comparison
 from reshard.formats.checkpoint import Checkpoint, TensorKey
+from reshard.formats.registry import ReadOptions
 from reshard.formats.renaming import Renaming, renamed
 
 
@@ -20,6 +21,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     *,
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     states: Sequence[str] = (),
@@ -38,7 +40,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     ----------
     source, destination
         The two checkpoints; each as for :func:`~reshard.api.open_checkpoint`.
-    also, layout
+    also, layout, reading
         For the source, as for :func:`~reshard.api.open_checkpoint`.
     include, exclude, states, trainable
         Compare only what they select of the source, as for :func:`~reshard.api.convert`, and the
@@ -58,7 +60,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         One of the two is not a whole and sound checkpoint. Differences are no error: they are in
         the result, whose ``equal`` says whether there are any.
     """
-    whole = open_checkpoint(source, also=also, layout=layout)
+    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     right = open_checkpoint(destination)
     if rename:

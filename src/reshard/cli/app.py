@@ -56,6 +56,9 @@ def inspect(
     tensors: options.Tensors = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Show what a checkpoint holds: files, topology, tensors, states, problems.
@@ -63,8 +66,10 @@ def inspect(
     Reads headers and metadata, never tensor bytes.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     return commands.inspect(source, tensors=tensors, json=json)
 
 
@@ -77,12 +82,17 @@ def map_(
     files: options.Files = False,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Show where every element of one parameter lives."""
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     return commands.map_(source, name, state=state, files=files, json=json)
 
 
@@ -108,6 +118,7 @@ def convert(
     tied_weights: options.TiedNames = None,
     rename: options.Rename = None,
     rename_table: options.RenameTable = None,
+    dcp_tree: options.DcpTree = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
@@ -122,6 +133,9 @@ def convert(
     max_memory: options.MaxMemory = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -130,10 +144,12 @@ def convert(
     OUT appears under its name when it is complete, and not before.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
     from reshard.cli.writing import WritingFlags
 
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     return commands.convert(
-        commands.Source(ckpt, tuple(also or ()), layout),
+        commands.Source(ckpt, tuple(also or ()), layout, reading),
         out,
         commands.Conversion(
             to=to,
@@ -168,6 +184,7 @@ def convert(
                 drop_in=drop_in,
                 max_shard_size=max_shard_size,
                 tied_weights=tied_weights.value if tied_weights else None,
+                dcp_tree=dcp_tree,
             ),
         ),
         json=json,
@@ -188,6 +205,9 @@ def verify(
     rename_table: options.RenameTable = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -198,8 +218,10 @@ def verify(
     cannot hold is listed, not counted.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     selection = commands.Selection(
         tuple(include or ()),
         tuple(exclude or ()),

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard import api
 from reshard.cli import documents, failure, outcomes
 from reshard.cli.blocks import Block, fields
 from reshard.cli.progress import Report, meter
+from reshard.cli.reading import ReadingFlags
 from reshard.cli.render_convert import conversion_blocks
 from reshard.cli.render_inspect import file_table, inspection_blocks
 from reshard.cli.render_map import map_blocks
@@ -35,10 +36,13 @@ class Source:
     path: str
     also: tuple[str, ...] = ()
     layout: str | None = None
+    reading: ReadingFlags = field(default_factory=ReadingFlags)
 
     def open(self) -> api.Checkpoint:
         """Open it."""
-        return api.open_checkpoint(self.path, also=self.also, layout=self.layout)
+        return api.open_checkpoint(
+            self.path, also=self.also, layout=self.layout, reading=self.reading.options()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,11 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
     """Run ``reshard inspect``."""
     try:
         inspection = api.inspect(
-            source.path, tensors=tensors, also=source.also, layout=source.layout
+            source.path,
+            tensors=tensors,
+            also=source.also,
+            layout=source.layout,
+            reading=source.reading.options(),
         )
     except ReshardError as error:
         if not json and not isinstance(error, UsageError):
@@ -141,6 +149,7 @@ def _converted(
         replicas=options.replicas,
         also=source.also,
         layout=source.layout,
+        reading=source.reading.options(),
         options=write_options(options.to, options.writing),
         progress=progress,
     )
@@ -154,6 +163,7 @@ def verify(source: Source, out: str, selection: Selection, *, json: bool, quiet:
             out,
             also=source.also,
             layout=source.layout,
+            reading=source.reading.options(),
             include=selection.include,
             exclude=selection.exclude,
             states=_listed(selection.states),

@@ -17,6 +17,7 @@ _WHAT = "What to carry"
 _SAFETY = "Safety"
 _BUDGETS = "Budgets"
 _OUTPUT = "Output"
+_FILES = "Files to write"
 _TOPOLOGY = "Topology to write for (--to deepspeed)"
 _WEIGHTS = "Weights to serve (--to safetensors)"
 
@@ -84,6 +85,33 @@ Layout = Annotated[
     ),
 ]
 
+ModelKey = Annotated[
+    str | None,
+    typer.Option(
+        "--model-key",
+        metavar="KEY",
+        help="Where the model is in the tree of a DCP folder, keys joined by dots; '' is the root.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer-key",
+        metavar="KEY",
+        help="Where the optimizer is in the tree of a DCP folder.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+Frozen = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--frozen",
+        metavar="GLOB",
+        help="Tensors of a DCP folder that are frozen parameters and not buffers. Repeatable.",
+        rich_help_panel=_SOURCE,
+    ),
+]
 Tensors = Annotated[
     str | None,
     typer.Option(
@@ -218,8 +246,8 @@ MaxShardSize = Annotated[
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest file of weights, like 5GB, which is the default.",
-        rich_help_panel=_WEIGHTS,
+        help="Largest data file, like 5GB, which is the default for weights (DCP: 4GiB).",
+        rich_help_panel=_FILES,
     ),
 ]
 TiedNames = Annotated[
@@ -249,6 +277,16 @@ RenameTable = Annotated[
         metavar="FILE",
         help='A JSON file {"OLD": "NEW", ...} of whole names.',
         rich_help_panel=_WEIGHTS,
+    ),
+]
+DcpTree = Annotated[
+    str | None,
+    typer.Option(
+        "--dcp-tree",
+        metavar="NAME",
+        help="Where a DCP folder keeps things: get_state_dict (under model and optim, the "
+        "default) or torchtitan (model at the root, flattened optimizer).",
+        rich_help_panel=_FILES,
     ),
 ]
 DropIn = Annotated[

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from reshard.cli.units import parse_bytes
 from reshard.errors import UsageError
+from reshard.formats.dcp.options import DEFAULT_SHARD_BYTES, TREES, DcpOptions
 from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions
 from reshard.formats.dtypes import DType, spelled_dtype
 from reshard.formats.registry import WriteOptions
@@ -45,6 +46,7 @@ class WritingFlags:
     drop_in: bool = False
     max_shard_size: str | None = None
     tied_weights: str | None = None
+    dcp_tree: str | None = None
 
     def given(self) -> frozenset[str]:
         """Names of the options that were given."""
@@ -162,8 +164,22 @@ _NATIVE = (
     *("stage_starts", "tied", "sub_group_size", "dtype", "drop_in"),
 )
 
+# --------------------------------------------------------------------------- dcp
+
+
+def _dcp(flags: WritingFlags) -> DcpOptions:
+    name = flags.dcp_tree or "get_state_dict"
+    if name not in TREES:
+        raise UsageError("there is no such tree", expected=" or ".join(TREES), found=repr(name))
+    limit = DEFAULT_SHARD_BYTES
+    if flags.max_shard_size is not None:
+        limit = parse_bytes(flags.max_shard_size)
+    return DcpOptions(tree=TREES[name], max_shard_bytes=limit, dtype=_model_dtype(flags.dtype))
+
+
 _TAKEN: Mapping[str, _Taken] = {
     "deepspeed": _Taken(_NATIVE, _native),
     "safetensors": _Taken(("dtype", "max_shard_size", "tied_weights"), _safetensors),
+    "dcp": _Taken(("dtype", "max_shard_size", "dcp_tree"), _dcp),
 }
 """What each format takes; one that is not here takes nothing."""

@@ -21,6 +21,9 @@ POINTERS = ("latest", "latest_universal")
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 """Ends of the names of files of weights."""
 
+DCP_INDEX = ".metadata"
+"""The file that makes a folder a distributed checkpoint of PyTorch."""
+
 POINTER_LIMIT = 4096
 """A pointer file holds one folder name; more bytes than this are not a pointer."""
 
@@ -60,9 +63,11 @@ class TagFolder:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether a folder directly holds checkpoint files (`.pt` files, or a universal `zero/`)."""
+    """Whether a folder directly holds checkpoint files (`.pt` files, `zero/`, or a DCP index)."""
     names = [entry.name for entry in os.scandir(folder)]
-    return "zero" in names or any(name.endswith("_states.pt") for name in names)
+    return (
+        "zero" in names or DCP_INDEX in names or any(name.endswith("_states.pt") for name in names)
+    )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -130,7 +135,8 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
     raise CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
-        expected=f"one of {', '.join(POINTERS)}, or *_states.pt or *.safetensors files",
+        expected=f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, "
+        "or a .metadata",
         found=_complete_tags(folder),
         next_step="name the tag folder itself",
     )

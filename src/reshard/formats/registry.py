@@ -15,6 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp.options import DcpOptions
+from reshard.formats.dcp.reader import DcpReading, is_dcp, open_dcp
+from reshard.formats.dcp.writer import lay_out_dcp
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
@@ -32,8 +35,11 @@ from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
 Laid = tuple[Checkpoint, Target]
 """What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
 
-WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions
+WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions | DcpOptions
 """What the user may choose about an output: one type a writer, owned by its format."""
+
+ReadOptions = DcpReading
+"""What the user may state about a source that its files leave open: one type a format."""
 
 Chosen = TypeVar("Chosen", bound=WriteOptions)
 
@@ -97,7 +103,7 @@ class Format:
 
     name: str
     recognises: Callable[[TagFolder], bool]
-    read: Callable[[TagFolder, StatedLayouts | None], Checkpoint]
+    read: Callable[[TagFolder, StatedLayouts | None, ReadOptions | None], Checkpoint]
     writer: Writer[Any] | None = None
 
 
@@ -109,12 +115,34 @@ def _is_deepspeed(folder: TagFolder) -> bool:
     return not names_set(folder) and any(name.endswith("_states.pt") for name in folder.listing())
 
 
-def _open_universal(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+def _require_none(folder: TagFolder, reading: ReadOptions | None) -> None:
+    if reading is not None:
+        raise UsageError(
+            "this checkpoint says itself where its model and optimizer are",
+            file=folder.path,
+            next_step="leave --model-key, --optimizer-key and --frozen out",
+        )
+
+
+def _open_deepspeed(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
+    return open_deepspeed(folder, stated)
+
+
+def _open_universal(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
     _require_unstated(folder, stated)
     return open_universal(folder)
 
 
-def _open_safetensors(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+def _open_safetensors(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
     _require_unstated(folder, stated)
     return open_safetensors(folder)
 
@@ -144,6 +172,23 @@ def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsO
     return checkpoint, lay_out_safetensors(checkpoint, options=options)
 
 
+def _open_dcp(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    if stated is not None:
+        raise UsageError(
+            "a DCP folder says where each chunk is, so there is no layout to state",
+            file=folder.path,
+            next_step="leave --layout out",
+        )
+    return open_dcp(folder, reading)
+
+
+def _lay_out_dcp(checkpoint: Checkpoint, tag: str, options: DcpOptions) -> Laid:
+    del tag
+    return checkpoint, lay_out_dcp(checkpoint, options=options)
+
+
 FORMATS: Mapping[str, Format] = {
     entry.name: entry
     for entry in (
@@ -154,7 +199,7 @@ FORMATS: Mapping[str, Format] = {
             Writer(UniversalOptions, _lay_out_universal, UniversalOptions()),
         ),
         Format(
-            "deepspeed", _is_deepspeed, open_deepspeed, Writer(NativeOptions, _lay_out_deepspeed)
+            "deepspeed", _is_deepspeed, _open_deepspeed, Writer(NativeOptions, _lay_out_deepspeed)
         ),
         Format(
             "safetensors",
@@ -168,6 +213,7 @@ FORMATS: Mapping[str, Format] = {
                 takes_names=True,
             ),
         ),
+        Format("dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions())),
     )
 }
 """Every format, in the order in which they are tried."""
@@ -178,6 +224,7 @@ def open_checkpoint(
     *,
     also: Sequence[str] = (),
     layout: str | os.PathLike[str] | None = None,
+    reading: ReadOptions | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format: headers and metadata, no tensor bytes.
 
@@ -189,12 +236,14 @@ def open_checkpoint(
         Further folders that hold ranks of the same checkpoint.
     layout
         A file of layouts that the user states.
+    reading
+        What else the user states about it, of the type that the format takes.
     """
     folder = resolve_folder(path, also)
     stated = None if layout is None else read_stated_layouts(layout)
     for entry in FORMATS.values():
         if entry.recognises(folder):
-            return entry.read(folder, stated)
+            return entry.read(folder, stated, reading)
     raise CheckpointError(
         "the folder is of no format that is known",
         file=folder.path,
