@@ -17,6 +17,9 @@ from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, StoredTensor
 from reshard.geometry import AffinePiece
 
+MASTER = "fp32"
+"""The state that holds the weights themselves, in every format."""
+
 
 @dataclass(frozen=True, slots=True)
 class PieceRange:
@@ -69,7 +72,7 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
     name
         Name of the parameter.
     state
-        Which state; by default the first that the checkpoint holds of it.
+        Which state; by default ``fp32``, or the first where there is none.
 
     Raises
     ------
@@ -82,7 +85,7 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
         known = (*checkpoint.names, *checkpoint.aliases)
         raise UsageError("no such parameter", parameter=name, next_step=suggest(name, known))
     if state is None:
-        return next(iter(held.values()))
+        return held.get(MASTER) or next(iter(held.values()))
     if state not in held:
         raise UsageError(
             "no such state", parameter=name, state=state, expected=f"one of {', '.join(held)}"

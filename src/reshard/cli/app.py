@@ -75,15 +75,20 @@ def map_(
     *,
     state: options.State = None,
     files: options.Files = False,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
     json: options.Json = False,
 ) -> int:
-    """Show where every element of one parameter lives."""
+    """Show where every element of one parameter lives, as text and as a picture."""
     from reshard.cli import commands
+    from reshard.cli.pictures.drawing import MapPictures
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    return commands.map_(source, name, state=state, files=files, json=json)
+    pictures = MapPictures(svg, png, html)
+    return commands.map_(source, name, pictures, state=state, files=files, json=json)
 
 
 @app.command(short_help="Convert a checkpoint, bit for bit.")

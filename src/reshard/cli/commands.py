@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from reshard import api
 from reshard.cli import documents, failure, outcomes
 from reshard.cli.blocks import Block, fields
+from reshard.cli.pictures.drawing import MapPictures
 from reshard.cli.progress import Report, meter
 from reshard.cli.render_convert import conversion_blocks
 from reshard.cli.render_inspect import file_table, inspection_blocks
@@ -85,15 +86,25 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
     return failure.DONE
 
 
-def map_(source: Source, name: str, *, state: str | None, files: bool, json: bool) -> int:
+def map_(
+    source: Source,
+    name: str,
+    pictures: MapPictures,
+    *,
+    state: str | None,
+    files: bool,
+    json: bool,
+) -> int:
     """Run ``reshard map``."""
+    pictures.check()
     checkpoint = source.open()
     tensor = api.find_tensor(checkpoint, name, state)
     ranges = api.piece_ranges(tensor) if files else None
+    pictures.draw(checkpoint, tensor)
     if json:
         documents.write(documents.map_document(tensor, ranges), sys.stdout)
     else:
-        _show(map_blocks(checkpoint, tensor, ranges))
+        _show((*map_blocks(checkpoint, tensor, ranges), fields("pictures", pictures.wanted())))
     return failure.DONE
 
 

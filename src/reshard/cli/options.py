@@ -90,13 +90,33 @@ State = Annotated[
     typer.Option(
         "--state",
         metavar="STATE",
-        help="Which state: fp32, exp_avg, ... By default the first one.",
+        help="Which state: fp32, exp_avg, ... By default fp32.",
         rich_help_panel=_WHAT,
     ),
 ]
 Files = Annotated[
     bool,
     typer.Option("--files", help="Go down to byte ranges of files.", rich_help_panel=_OUTPUT),
+]
+
+Svg = Annotated[
+    str | None,
+    typer.Option("--svg", metavar="FILE", help="Draw it as SVG.", rich_help_panel=_OUTPUT),
+]
+Png = Annotated[
+    str | None,
+    typer.Option(
+        "--png", metavar="FILE", help="Draw it as PNG (needs Pillow).", rich_help_panel=_OUTPUT
+    ),
+]
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page about it: one file that needs nothing else.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 
 To = Annotated[
