@@ -40,6 +40,8 @@ SGD = ("SGD", {"lr": 0.1, "momentum": 0.9})
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 CASES: dict[str, Recipe] = {
+    "odd_z0_dp2_fp32": replace(ODD, stage=0),
+    "odd_z0_dp2_bf16": replace(ODD, stage=0, dtype="bf16"),
     "odd_z1_dp2_fp32": ODD,
     "odd_z1_dp2_unused": replace(ODD, model_args={"unused": True}),
     "odd_z1_dp2_sgdm": replace(ODD, optimizer=SGD),
@@ -53,6 +55,7 @@ CASES: dict[str, Recipe] = {
     "odd_z3_dp4_bf16": replace(ODD, stage=3, world=4, dtype="bf16"),
     "odd_z3_dp2_offload": replace(ODD, stage=3, dtype="bf16", zero=OFFLOAD),
     "odd_z3_dp2_sgdm": replace(ODD, stage=3, optimizer=SGD),
+    "llama_z0_tp2_bf16": replace(LLAMA, stage=0, world=2, dtype="bf16"),
     "llama_z1_tp2dp2_fp32": LLAMA,
     "llama_z2_tp2dp2_bf16": replace(LLAMA, stage=2, dtype="bf16"),
     "llama_z3_tp2dp2_fp32": replace(LLAMA, stage=3, two_groups=False),

@@ -13,7 +13,10 @@ from torch import distributed
 
 from scripts.deepspeed_lab.engine import make_engine, run_steps
 from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
-from scripts.deepspeed_lab.native_resumes import resume_mixture_natively
+from scripts.deepspeed_lab.native_resumes import (
+    resume_mixture_natively,
+    resume_pipeline_natively,
+)
 from scripts.deepspeed_lab.pipelines import resume_pipeline, train_pipeline
 from scripts.deepspeed_lab.recipe import TAG, Recipe
 from scripts.deepspeed_lab.results import Resumed, Trained
@@ -26,6 +29,7 @@ __all__ = [
     "resume_mixture",
     "resume_mixture_natively",
     "resume_pipeline",
+    "resume_pipeline_natively",
     "save_large",
     "train",
     "train_mixture",

@@ -130,6 +130,10 @@ def _runs_of_partitions(optimizer: Any) -> Iterator[tuple[Any, list[_Run]]]:
         for group in optimizer.param_groups:
             for member in group["params"]:
                 yield member, [_Run(member, 0, 0, member.numel())]
+    elif hasattr(optimizer, "fp32_groups"):  # half precision without ZeRO: a master a parameter
+        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for member, master in zip(group, masters, strict=True):
+                yield master, [_Run(member, 0, 0, member.numel())]
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         yield from _zero3_runs(optimizer)
     elif hasattr(optimizer, "round_robin_bit16_groups"):

@@ -124,6 +124,18 @@ REFUSALS = [
     (["--to", "onnx"], "cannot write the format 'onnx': expected universal or deepspeed"),
     (["--to", "deepspeed"], "a native DeepSpeed checkpoint is written for one topology; next: "),
     (
+        ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--stage-starts", "0;3"],
+        "no list of layers: expected numbers like 0,3, found 0;3",
+    ),
+    (
+        ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--pp", "2", "--stage-starts", "1,3"],
+        "the first layers of the pipeline stages must ascend from 0: expected 2 numbers, found ",
+    ),
+    (
+        ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--tied", "embed"],
+        "no tied module and its layers: expected something like embed=0,5, found embed",
+    ),
+    (
         ["--to", "deepspeed", "--dp", "2"],
         "a native DeepSpeed checkpoint is written for one topology; next: name it with both",
     ),

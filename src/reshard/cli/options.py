@@ -184,6 +184,36 @@ VocabMultiple = Annotated[
         min=1,
     ),
 ]
+StageStarts = Annotated[
+    str | None,
+    typer.Option(
+        "--stage-starts",
+        metavar="LAYER,...",
+        help="The first layer of every pipeline stage, from 0 on. By default the source's stages.",
+        rich_help_panel=_TOPOLOGY,
+    ),
+]
+Tied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tied",
+        metavar="KEY=LAYER,...",
+        help="The pipeline layers that use a tied module, where the files leave it open. "
+        "Repeatable.",
+        rich_help_panel=_TOPOLOGY,
+    ),
+]
+SubGroupSize = Annotated[
+    int | None,
+    typer.Option(
+        "--sub-group-size",
+        metavar="N",
+        help="zero_optimization.sub_group_size of the run to come (ZeRO-3). As in the source by "
+        "default.",
+        rich_help_panel=_TOPOLOGY,
+        min=1,
+    ),
+]
 Dtype = Annotated[
     list[str] | None,
     typer.Option(

@@ -31,6 +31,9 @@ class WritingFlags:
     ep: int | None = None
     kv_heads: int | None = None
     vocab_multiple: int | None = None
+    stage_starts: str | None = None
+    tied: tuple[str, ...] = ()
+    sub_group_size: int | None = None
     dtype: tuple[str, ...] = ()
     drop_in: bool = False
 
@@ -94,6 +97,9 @@ def _native(flags: WritingFlags) -> NativeOptions:
         ep=flags.ep or 1,
         kv_heads=flags.kv_heads,
         vocab_multiple=flags.vocab_multiple,
+        stage_starts=None if flags.stage_starts is None else _layers(flags.stage_starts),
+        tied_layers=dict(map(_tied, flags.tied)) or None,
+        sub_group_size=flags.sub_group_size,
         dtype=_model_dtype(flags.dtype),
         drop_in=flags.drop_in,
     )
@@ -111,10 +117,30 @@ def _model_dtype(given: tuple[str, ...]) -> DType | None:
     return DTYPES[given[0]]
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    """Numbers of pipeline layers, as in ``0,3``."""
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise UsageError("no list of layers", expected="numbers like 0,3", found=text)
+    return tuple(map(int, numbers))
+
+
+def _tied(text: str) -> tuple[str, tuple[int, ...]]:
+    """A tied module and its layers, as in ``embed=0,5``."""
+    key, separator, layers = text.partition("=")
+    if not (key and separator):
+        raise UsageError(
+            "no tied module and its layers", expected="something like embed=0,5", found=text
+        )
+    return key, _layers(layers)
+
+
+_NATIVE = (
+    *("stage", "dp", "tp", "pp", "ep", "kv_heads", "vocab_multiple"),
+    *("stage_starts", "tied", "sub_group_size", "dtype", "drop_in"),
+)
+
 _TAKEN: Mapping[str, _Taken] = {
-    "deepspeed": _Taken(
-        ("stage", "dp", "tp", "pp", "ep", "kv_heads", "vocab_multiple", "dtype", "drop_in"),
-        _native,
-    ),
+    "deepspeed": _Taken(_NATIVE, _native),
 }
 """What each format takes; one that is not here takes nothing."""

@@ -113,15 +113,3 @@ def test_zero3_in_fp16_needs_a_scaler_that_another_type_has_not(tmp_path: Path) 
 def test_topologies_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         NativeOptions(**options)
-
-
-@pytest.mark.parametrize("case", ["pipe_pp2dp2_z1_fp32", "pipe_pp2dp1_tied_z1_fp32"])
-def test_pipelines_cannot_be_written(case: str) -> None:
-    with pytest.raises(UnsupportedError, match="pipelines cannot be written"):
-        lay_out(open_checkpoint(case_named(f"0.19.8/{case}").path))
-
-
-def test_stages_of_what_is_no_pipeline_cannot_be_written(tmp_path: Path) -> None:
-    source, _ = made_up(tmp_path / "s", [{"a": (2,)}])
-    with pytest.raises(UnsupportedError, match="pipelines cannot be written"):
-        lay_out(source, pp=2)

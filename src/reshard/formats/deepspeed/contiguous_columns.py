@@ -36,6 +36,7 @@ from reshard.formats.deepspeed.expert_reading import Cell, Experts
 from reshard.formats.deepspeed.experts import AutoEP, ExpertLayer
 from reshard.formats.deepspeed.folding import Folding, read_folding
 from reshard.formats.deepspeed.grid import Degrees, require_one_value
+from reshard.formats.deepspeed.module import ModuleTensor
 from reshard.formats.deepspeed.native_moe import is_native
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
@@ -46,6 +47,7 @@ from reshard.formats.deepspeed.unlisted import (
     dense_shapes,
     expert_shapes,
     require_same_weights,
+    weights_of,
 )
 from reshard.formats.parsing import Cursor
 
@@ -56,9 +58,13 @@ def add_contiguous_columns(
     ranks: Mapping[Cell, OptimizerStates],
     degrees: Degrees,
     experts: Experts,
+    layers: Sequence[ModuleTensor] = (),
 ) -> int:
-    """Resolve all columns; return the largest expert-parallel degree of native experts, or 1."""
-    reading = _Columns(found, columns, ranks, degrees, experts)
+    """Resolve all columns; return the largest expert-parallel degree of native experts, or 1.
+
+    `layers` are the tensors of a pipeline's layer files, by tensor rank.
+    """
+    reading = _Columns(found, columns, ranks, degrees, experts, layers)
     for column in range(degrees.mp):
         reading.add(column)
     return reading.native_ep
@@ -71,12 +77,13 @@ class _Columns:
     ranks: Mapping[Cell, OptimizerStates]
     degrees: Degrees
     experts: Experts
+    layers: Sequence[ModuleTensor] = ()
     native_ep: int = 1
 
     def add(self, column: int) -> None:
         """Resolve one column."""
         own = [self.ranks[d, column] for d in range(self.degrees.dp)]
-        if self.columns[column].param_shapes is None and self._native(column):
+        if self.columns[column].param_shapes is None and self._is_mapped(own):
             self._add_unlisted(column, own)
             return
         shapes = self._present(shapes_of(self.columns[column]), own)
@@ -84,8 +91,10 @@ class _Columns:
             for buffer in self._buffers(column, group, names, own):
                 add_contiguous(self.found, buffer)
 
-    def _native(self, column: int) -> bool:
-        return bool(self.experts.native[column // self.degrees.tp])
+    @staticmethod
+    def _is_mapped(own: Iterable[OptimizerStates]) -> bool:
+        """Whether the files say themselves where each parameter is."""
+        return all(group.mapping is not None for rank in own for group in rank.groups)
 
     def _present(
         self, shapes: Sequence[Shapes], own: Sequence[OptimizerStates]
@@ -261,6 +270,7 @@ class _Columns:
     def _weights(self, column: int) -> Weights:
         model = self.columns[column]
         weights = {name: (model.file, record) for name, record in (model.module or {}).items()}
+        weights |= weights_of(self.layers, column % self.degrees.tp)
         for layer in self.experts.native[column // self.degrees.tp]:
             for by_rank in layer.experts.values():
                 path, tensors = by_rank[column]

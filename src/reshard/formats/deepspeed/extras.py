@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from reshard.formats.checkpoint import Extra
 from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.numbered import inner_optimizer
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
@@ -54,6 +55,8 @@ def collect_extras(
         extras["groups"] = Extra(groups, first.file)
     if ranks:
         extras |= _of_the_optimizer(ranks)
+    elif root.get("optimizer"):
+        extras["param_groups"] = _of_an_ordinary_optimizer(columns)
     return extras
 
 
@@ -92,6 +95,22 @@ def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[
         "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
         "optimizer_settings": Extra(settings, first.file),
     }
+
+
+def _of_an_ordinary_optimizer(columns: Sequence[ModelStates]) -> Extra:
+    """Hyperparameters of a run without ZeRO; a pipeline stage may have fewer groups."""
+    stated = {
+        column.file: [
+            {str(key): value for key, value in group.mapping().items() if key != "params"}
+            for group in inner_optimizer(column.archive).at("param_groups").each()
+        ]
+        for column in columns
+    }
+    most = max(stated.values(), key=len)
+    for index in range(len(most)):
+        held = {f: _numbers(groups)[index] for f, groups in stated.items() if index < len(groups)}
+        require_one_value(held, f"the hyperparameters of group {index}")
+    return Extra(most, columns[0].file)
 
 
 def _numbers(groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

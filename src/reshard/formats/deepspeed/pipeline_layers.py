@@ -29,9 +29,14 @@ from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_sh
 from reshard.formats.deepspeed.names import FileName, layer_file_name
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.parsing import Cursor
+from reshard.formats.pipelines import (
+    TIED,
+    Pipeline,
+    PipelineLayer,
+    PipelineStage,
+    split_owner,
+)
 from reshard.formats.torch_archive import TensorRecord, read_archive
-
-_TIED = "tied_modules."
 
 Shape = tuple[int, ...]
 
@@ -69,13 +74,29 @@ class _Names:
         yield from sorted(self.buffers - set(self.shapes) - self.frozen)
 
 
-def layer_tensors(
+@dataclass(frozen=True, slots=True)
+class LayerContents:
+    """What the layer files hold.
+
+    Parameters
+    ----------
+    untrained
+        Their tensors that no optimizer trains.
+    pipeline
+        The layers and the stages; None when there is no pipeline.
+    """
+
+    untrained: list[ModuleTensor]
+    pipeline: Pipeline | None
+
+
+def read_layers(
     files: Mapping[FileName, Path],
     columns: Sequence[ModelStates],
     tp: int,
     folder: Path,
-) -> list[ModuleTensor]:
-    """Demand every layer file, and return the tensors of them that no optimizer trains.
+) -> LayerContents:
+    """Demand every layer file, and return what they hold.
 
     Parameters
     ----------
@@ -97,14 +118,30 @@ def layer_tensors(
     """
     if not files:
         _require_no_pipeline(columns, folder, tp)
-        return []
+        return LayerContents([], None)
     _require_pipeline(columns, next(iter(files.values())))
     opened = [_open(name, path) for name, path in files.items()]
     names = _names(columns, tp)
     _require_ranks(opened, tp, folder)
     tied = _tied_layers(opened, names)
     _require_listed(opened, names, tied, tp, folder)
-    return list(_untrained(opened, names, tied))
+    return LayerContents(
+        list(_untrained(opened, names, tied)),
+        Pipeline(tuple(_layers(opened, tied)), tuple(_stages(columns[::tp]))),
+    )
+
+
+def _layers(opened: Iterable[LayerFile], tied: Mapping[int, str]) -> Iterator[PipelineLayer]:
+    for file in sorted(opened, key=lambda file: file.layer):
+        if file.tp == 0:
+            dtypes = {local: record.dtype for local, record in file.tensors.items()}
+            yield PipelineLayer(file.layer, tied.get(file.layer, str(file.layer)), dtypes)
+
+
+def _stages(columns: Iterable[ModelStates]) -> Iterator[PipelineStage]:
+    for model in columns:
+        groups = tuple(tuple(shapes) for shapes in model.param_shapes or ())
+        yield PipelineStage(groups, model.buffer_names)
 
 
 def _require_no_pipeline(columns: Sequence[ModelStates], folder: Path, tp: int) -> None:
@@ -184,21 +221,6 @@ def _gone(folder: Path, layer: int, tp: int, parameter: str | None = None) -> Mi
 # --------------------------------------------------------------------------- names
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The owner of a parameter (`3`, `tied_modules.embed`) and its local name.
-
-    Examples
-    --------
-    >>> _split("3.norm.weight"), _split("tied_modules.embed.e.weight")
-    (('3', 'norm.weight'), ('tied_modules.embed', 'e.weight'))
-    """
-    if name.startswith(_TIED):
-        key, _, local = name.removeprefix(_TIED).partition(".")
-        return f"{_TIED}{key}", local
-    owner, _, local = name.partition(".")
-    return owner, local
-
-
 def _tied_layers(opened: Iterable[LayerFile], names: _Names) -> dict[int, str]:
     """Layers that are copies of a tied module: layer -> `tied_modules.<key>`.
 
@@ -207,11 +229,11 @@ def _tied_layers(opened: Iterable[LayerFile], names: _Names) -> dict[int, str]:
     CheckpointError
         When a layer could be a copy of more than one.
     """
-    own = {_split(name)[0] for name in names.listed()}
+    own = {split_owner(name)[0] for name in names.listed()}
     modules: dict[str, set[str]] = {}
     for name in names.listed():
-        owner, local = _split(name)
-        if owner.startswith(_TIED):
+        owner, local = split_owner(name)
+        if owner.startswith(TIED):
             modules.setdefault(owner, set()).add(local)
     tied: dict[int, str] = {}
     for file in opened:
@@ -251,8 +273,8 @@ def _require_listed(
     for file in opened:
         by_owner.setdefault(tied.get(file.layer, str(file.layer)), []).append(file)
     for name in names.listed():
-        owner, local = _split(name)
-        if not owner.isdecimal() and not owner.startswith(_TIED):
+        owner, local = split_owner(name)
+        if not owner.isdecimal() and not owner.startswith(TIED):
             continue  # of the pipeline itself, of no layer
         for rank in range(tp):
             files = [file for file in by_owner.get(owner, ()) if file.tp == rank]

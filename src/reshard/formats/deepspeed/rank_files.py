@@ -98,11 +98,9 @@ def _require_no_zero(models: dict[Cell, ModelStates], experts: Experts) -> None:
     """
     for model in models.values():
         root = model.archive.root
-        if model.param_shapes is not None and experts.autoep and not experts.autoep.partitioned:
-            continue
-        if model.param_shapes is not None or not (
-            isinstance(root, Mapping) and root.get("optimizer")
-        ):
+        has_optimizer = isinstance(root, Mapping) and bool(root.get("optimizer"))
+        by_right = experts.autoep is not None and not experts.autoep.partitioned
+        if not has_optimizer and not (model.param_shapes is not None and by_right):
             raise MissingFileError(
                 "the optimizer states are nowhere: no *_optim_states.pt file, and no `optimizer` "
                 "in the model-state file",

@@ -52,9 +52,10 @@ from reshard.formats.deepspeed.module import (
     zero3_tensors,
 )
 from reshard.formats.deepspeed.names import FileKind
+from reshard.formats.deepspeed.numbered import has_optimizer, wrapper_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
-from reshard.formats.deepspeed.pipeline_layers import layer_tensors
+from reshard.formats.deepspeed.pipeline_layers import read_layers
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
@@ -65,11 +66,15 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
-from reshard.formats.deepspeed.unsharded import add_unsharded
-from reshard.formats.deepspeed.unsharded_experts import add_unsharded_experts
+from reshard.formats.deepspeed.unsharded import read_unsharded, storage_ties
+from reshard.formats.deepspeed.unsharded_experts import (
+    add_unsharded_experts,
+    require_one_column,
+)
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
 from reshard.geometry import ParamAffineMap, nest
 
@@ -127,6 +132,7 @@ class _Reading:
     tensors: dict[TensorKey, StoredTensor] = field(default_factory=dict)
     scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
     layers: list[ModuleTensor] = field(default_factory=list)
+    pipeline: Pipeline | None = None
     layouts: Layouts = field(default_factory=Layouts)
     native_ep: int = 1
 
@@ -138,8 +144,10 @@ class _Reading:
             aliases |= router_aliases(self.experts.autoep, self.columns)
         if self.ranks:
             self._resolve_partitions()
-        elif not self.listed:
-            self._add_unsharded(aliases)
+        elif self.stage == 0:
+            for column in self.columns:
+                aliases |= storage_ties(column)
+            self._add_unsharded(aliases, governor)
         shapes = {n: {c: s.shape for c, s in held.items()} for n, held in self.found.shards.items()}
         governed = governor.govern(shapes, self.found.over_world)
         for name, shards in self.found.shards.items():
@@ -153,7 +161,8 @@ class _Reading:
         """ZeRO stage; None where the optimizer files that would say it are absent."""
         if self.ranks:
             return self.ranks[0, 0].stage
-        return None if self.listed else 0
+        plain = any(has_optimizer(column.archive) for column in self.columns)
+        return 0 if plain or not self.listed else None
 
     @property
     def columns(self) -> list[ModelStates]:
@@ -171,12 +180,13 @@ class _Reading:
         }
 
     def _governor(self) -> Governor:
-        self.layers = layer_tensors(
+        read = read_layers(
             self.inventory.of_kind(FileKind.LAYER),
             self.columns,
             self.degrees.tp,
             self.inventory.folder.path,
         )
+        self.layers, self.pipeline = read.untrained, read.pipeline
         # for layouts, what is in layer files only is as good as in the model-state file
         columns = [self._with_layers(column) for column in self.columns]
         self.layouts = read_layouts(columns, self.degrees.tp, self.stated)
@@ -206,11 +216,18 @@ class _Reading:
             )
         else:
             self.native_ep = add_contiguous_columns(
-                self.found, self.columns, self.ranks, self.degrees, self.experts
+                self.found, self.columns, self.ranks, self.degrees, self.experts, self.layers
             )
 
-    def _add_unsharded(self, aliases: Mapping[str, str]) -> None:
-        add_unsharded(self.columns, self.degrees, self.tensors, self.scalars, self.found, aliases)
+    def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
+        if self.experts.present:
+            require_one_column(self.columns)
+        read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
+        self.scalars |= read.scalars
+        for state, tensors in read.tensors.items():
+            governed = governor.govern_module(tensors)
+            for tensor in tensors:
+                self._add_whole(tensor, state, governed[tensor.name], Role.PARAMETER)
         if self.experts.present:
             self.native_ep = add_unsharded_experts(
                 self.inventory,
@@ -317,7 +334,7 @@ class _Reading:
         buffers = frozenset(name for model in self.columns for name in model.buffer_names)
         return [
             *module_tensors(self.columns, trained, aliases),
-            *self.layers,
+            *(tensor for tensor in self.layers if tensor.name not in trained),
             *leftover_native(self.experts, trained, buffers),
         ]
 
@@ -325,25 +342,28 @@ class _Reading:
         governed = governor.govern_module(tensors)
         trained = self._trained()
         for tensor in tensors:
-            outer = governed[tensor.name]
-            record = next(iter(tensor.shards.values())).record
-            outer = _in_stored_order(tensor, outer)
-            located = self.assembler.locate(
-                tensor.name,
-                outer.map,
-                {column: shard.stretches for column, shard in tensor.shards.items()},
-            )
             # without optimizer files, the model's weights are all there is of trained parameters
             role = Role.PARAMETER if tensor.name in trained else tensor.role
-            self.tensors[tensor.name, MASTER] = StoredTensor(
-                tensor.name,
-                MASTER,
-                record.dtype,
-                located.map,
-                located.regions,
-                role,
-                outer.provenance,
-            )
+            self._add_whole(tensor, MASTER, governed[tensor.name], role)
+
+    def _add_whole(self, tensor: ModuleTensor, state: str, outer: GovernedMap, role: Role) -> None:
+        """A tensor of which a column holds its shard in one piece."""
+        record = next(iter(tensor.shards.values())).record
+        outer = _in_stored_order(tensor, outer)
+        located = self.assembler.locate(
+            tensor.name,
+            outer.map,
+            {column: shard.stretches for column, shard in tensor.shards.items()},
+        )
+        self.tensors[tensor.name, state] = StoredTensor(
+            tensor.name,
+            state,
+            record.dtype,
+            located.map,
+            located.regions,
+            role,
+            outer.provenance,
+        )
 
     def _trained(self) -> set[str]:
         """Names that the trainer trains, whether their optimizer states are there or not."""
@@ -364,6 +384,11 @@ class _Reading:
             for name, group in self.listed.items():
                 self.found.name_group(group, name)
         extras: dict[str, Extra] = collect_extras(self.columns, self.ranks, self.found)
+        if self.stage == 0:
+            settings = wrapper_settings(first.archive)
+            extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
+        if self.pipeline is not None:
+            extras[PIPELINE] = Extra(self.pipeline)
         restore_keys = governor.restore_keys
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)

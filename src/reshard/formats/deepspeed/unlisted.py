@@ -18,7 +18,7 @@ DeepSpeed 0.12 to 0.18.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -26,9 +26,11 @@ import numpy as np
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Problem
+from reshard.formats.deepspeed.module import ModuleTensor
 from reshard.formats.deepspeed.native_moe import NativeLayer
 from reshard.formats.deepspeed.partitions import Fragment, Part, Partitions
 from reshard.formats.deepspeed.records import Shapes
+from reshard.formats.dtypes import DType
 from reshard.formats.torch_archive import TensorRecord
 from reshard.layouts.builders import row_major_strides
 
@@ -37,6 +39,15 @@ SAMPLE = 256
 
 Weights = Mapping[str, tuple[str, TensorRecord]]
 """Name -> file and tensor of a weight in the model's dtype."""
+
+
+def weights_of(tensors: Iterable[ModuleTensor], column: int) -> Weights:
+    """The weights that whole shards of a column hold, in the order of `tensors`."""
+    return {
+        tensor.name: (shard.stretches[0].region.file, shard.record)
+        for tensor in tensors
+        if (shard := tensor.shards.get(column)) is not None
+    }
 
 
 # --------------------------------------------------------------------------- the order
@@ -222,11 +233,28 @@ def is_weight_of(fragment: Fragment, path: str, record: TensorRecord, skip: int 
     master = _read(stretch.region.file, stretch.region.offset, count * source.itemsize)
     size = record.dtype.itemsize
     weight = _read(path, record.offset + start * size, count * size)
-    values = np.frombuffer(master, dtype=source.numpy())
-    if source != record.dtype:
-        with np.errstate(all="ignore"):  # overflow to infinity is what the trainer did too
-            values = values.astype(record.dtype.numpy())
-    return values.tobytes() == weight
+    return _rounded(master, source, record.dtype) == weight
+
+
+def is_rounded(master: tuple[str, TensorRecord], weight: tuple[str, TensorRecord]) -> bool:
+    """Whether the first elements of a master, rounded to the weight's dtype, are the weight's.
+
+    Both are whole, in the same shape; what is stored transposed proves nothing.
+    """
+    (master_file, full), (weight_file, record) = master, weight
+    if any(r.strides != row_major_strides(r.shape) for r in (full, record)):
+        return True
+    count = min(SAMPLE, prod(record.shape))
+    held = _read(master_file, full.offset, count * full.dtype.itemsize)
+    expected = _read(weight_file, record.offset, count * record.dtype.itemsize)
+    return _rounded(held, full.dtype, record.dtype) == expected
+
+
+def _rounded(data: bytes, source: DType, target: DType) -> bytes:
+    if source == target:
+        return data
+    with np.errstate(all="ignore"):  # overflow to infinity is what the trainer did too
+        return np.frombuffer(data, dtype=source.numpy()).astype(target.numpy()).tobytes()
 
 
 def _read(path: str, offset: int, count: int) -> bytes:

@@ -1,10 +1,17 @@
 """ZeRO-0: an ordinary optimizer, whose states carry no names.
 
-Theory. Without ZeRO the optimizer's own state dict is stored: states by number, numbers by
-parameter group. Which parameter is number `k` is written nowhere. Two facts narrow it down: the
-shape of a state is the shape of its parameter, and a group lists its parameters in the order of the
-model. If exactly one assignment of numbers to names keeps both, it is taken, and said; if there are
-several the files do not tell, and the checkpoint is refused.
+Theory. Without ZeRO every model-parallel rank stores its optimizer as it is (`numbered`): states by
+number, numbers by parameter group. Which parameter a number is, is written nowhere. Two facts
+narrow it down: the shape of a state is the shape of its parameter, and a group lists its parameters
+in the order of the model. If exactly one assignment of numbers to names keeps both, it is taken,
+and said; if there are several the files do not tell, and the checkpoint is refused.
+
+The stages of a pipeline follow each other in the model, so their numbers are assigned together: one
+sequence for every tensor-parallel rank. A tied module is on two stages under one name that nothing
+states; the same weights in two layer files betray it, and the checkpoint is refused.
+
+reshard itself adds `param_shapes`, as every file of ZeRO has it, and then names are read. Ties are
+not stated either: two names whose tensors are the very same bytes are one parameter.
 
 Groups of experts (`moe`) hold other experts on every rank; they are read from the files of the EP
 ranks (`unsharded_experts`).
@@ -15,160 +22,183 @@ Source: `torch.optim.Optimizer.state_dict`, `engine.py` (`_save_checkpoint`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.formats.assembly import record_region, stored_order
-from reshard.formats.checkpoint import Problem, Role, Scalar, StoredTensor, TensorKey
-from reshard.formats.deepspeed.grid import Degrees
-from reshard.formats.deepspeed.optimizer_records import uncuttable
-from reshard.formats.deepspeed.partitions import MASTER, Partitions
+from reshard.formats.checkpoint import Problem, Role, Scalar, TensorKey
+from reshard.formats.deepspeed.grid import Degrees, require_one_value
+from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
+from reshard.formats.deepspeed.numbered import Numbered, Shape, read_numbered
+from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
-from reshard.formats.parsing import Cursor
-from reshard.formats.torch_archive import TensorRecord, read_scalar
-from reshard.layouts.builders import replicated_map
+from reshard.formats.deepspeed.unlisted import Weights, is_rounded, weights_of
+from reshard.formats.torch_archive import TensorRecord
 
-_PROVENANCE = "one rank, whole"
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """One parameter of the optimizer: its group, its number, and the shape of its states."""
-
-    group: int
-    number: int
-    shape: tuple[int, ...]
-    is_expert: bool = False
+Candidate = tuple[str, Shape]
 
 
-def add_unsharded(
+@dataclass(slots=True)
+class Unsharded:
+    """What the optimizers of all columns hold, by state: tensors cut over columns, and scalars."""
+
+    tensors: dict[str, list[ModuleTensor]] = field(default_factory=dict)
+    scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
+
+
+def read_unsharded(
     columns: Sequence[ModelStates],
+    layers: Sequence[ModuleTensor],
     degrees: Degrees,
-    tensors: dict[TensorKey, StoredTensor],
-    scalars: dict[TensorKey, Scalar],
     found: Partitions,
     aliases: Collection[str],
-) -> None:
-    """Read weights and optimizer states of a ZeRO-0 checkpoint, experts left out.
+) -> Unsharded:
+    """Read the optimizer states of a ZeRO-0 checkpoint, experts left out.
 
-    `aliases` are names of the model that are other names of a parameter.
+    Parameters
+    ----------
+    columns
+        The model-state files by `mp`.
+    layers
+        The tensors of a pipeline's layer files, in the order of the layers.
+    degrees
+        The grid.
+    found
+        Where the names of the groups and what was found wrong are noted.
+    aliases
+        Names of the model that are other names of a parameter.
 
     Raises
     ------
-    UnsupportedError
-        When there is more than one model-parallel rank.
     CheckpointError
         When no assignment of states to names, or more than one, is possible.
+    UnsupportedError
+        When the masters are flat buffers.
     """
-    if degrees.mp > 1:
-        raise UnsupportedError(
-            "a ZeRO-0 checkpoint of several model-parallel ranks cannot be read",
-            file=columns[0].file,
-            next_step="save it with ZeRO-1, which records names",
-        )
-    model = columns[0]
-    optimizer = Cursor(model.archive.root, model.file).at("optimizer")
-    states = numbered_states(optimizer)
-    numbered = [entry for entry in read_numbered(optimizer, states) if not entry.is_expert]
-    names = assign_names(model, numbered, aliases)
-    for entry, name in zip(numbered, names, strict=True):
-        found.name_group(entry.group, name)
-        _add_parameter(name, model, states[entry.number], tensors, scalars)
-    found.problems.append(
-        Problem(
-            "ZeRO-0 states carry no names; they were told by shape and by the order of the model",
-            model.file,
-        )
-    )
+    if layers:
+        _require_untied(layers)
+    held: dict[str, dict[int, tuple[ModelStates, Numbered]]] = {}
+    for rank in range(degrees.tp):
+        stages = columns[rank :: degrees.tp]
+        entries = [
+            (model, entry)
+            for model in stages
+            for entry in read_numbered(model.archive)
+            if not entry.is_expert
+        ]
+        weights = _weights(stages[0], rank, layers, aliases)
+        names = _names(stages, weights, [entry for _, entry in entries])
+        for name, (model, entry) in zip(names, entries, strict=True):
+            _require_weight(name, entry, model.file, weights[name])
+            found.name_group(entry.group, name)
+            held.setdefault(name, {})[model.mp] = (model, entry)
+    if not _lists_names(columns):
+        text = "ZeRO-0 states carry no names; they were told by shape and by the order of the model"
+        found.problems.append(Problem(text, columns[0].file))
+    result = Unsharded()
+    for name, by_column in held.items():
+        _add_parameter(name, by_column, result)
+    return result
 
 
-def numbered_states(optimizer: Cursor) -> dict[int, Cursor]:
-    """The states of an optimizer by number."""
-    state = optimizer.at("state")
+# --------------------------------------------------------------------------- names
+
+
+def _weights(
+    model: ModelStates, rank: int, layers: Sequence[ModuleTensor], aliases: Collection[str]
+) -> Weights:
+    """Parameters of the model that an optimizer may own, in the model's order."""
+    if layers:
+        return weights_of((t for t in layers if t.role is not Role.BUFFER), rank)
     return {
-        Cursor(number, state.file, state.path).integer(): state.at(_as_key(number))
-        for number in state.mapping()
+        name: (model.file, record)
+        for name, record in (model.module or {}).items()
+        if not (name in model.buffer_names or name in model.shared or name in aliases)
     }
 
 
-def _as_key(number: object) -> int:
-    return number if isinstance(number, int) else -1
+def storage_ties(model: ModelStates) -> dict[str, str]:
+    """Names whose tensor is the very bytes of an earlier name of the file, alias -> owner."""
+    seen: dict[tuple[int, Shape, Shape], str] = {}
+    ties = {}
+    for name, record in (model.module or {}).items():
+        if name in model.buffer_names or not prod(record.shape):
+            continue
+        owner = seen.setdefault((record.offset, record.shape, record.strides), name)
+        if owner != name:
+            ties[name] = owner
+    return ties
 
 
-def read_numbered(optimizer: Cursor, states: Mapping[int, Cursor]) -> list[Numbered]:
-    """The parameters of an optimizer in the order of its groups."""
-    numbered = []
-    for position, group in enumerate(optimizer.at("param_groups").each()):
-        moe = group.maybe("moe")
-        is_expert = moe is not None and moe.value is True
-        for number in group.at("params").shape():
-            if number not in states:
-                raise CheckpointError(
-                    "a parameter of the optimizer has no state, so its name cannot be told",
-                    file=optimizer.file,
-                    found=f"number {number} of group {position}",
-                )
-            shapes = [
-                value.value.shape
-                for _, value in states[number].named()
-                if isinstance(value.value, TensorRecord) and value.value.shape != ()
-            ]
-            if not shapes or any(shape != shapes[0] for shape in shapes):
-                raise uncuttable(optimizer.file, f"number {number}", shapes)
-            numbered.append(Numbered(position, number, shapes[0], is_expert))
-    return numbered
+def _require_weight(
+    name: str, entry: Numbered, file: str, weight: tuple[str, TensorRecord]
+) -> None:
+    """Prove the name by the values: a master, rounded to the model's dtype, is the weight."""
+    if entry.master is not None and not is_rounded((file, entry.master), weight):
+        raise _untold(file, f"the master that would be of {name} is not its weight")
 
 
-def assign_names(
-    model: ModelStates, numbered: Sequence[Numbered], aliases: Collection[str] = ()
+def _lists_names(columns: Sequence[ModelStates]) -> bool:
+    return all(model.param_shapes is not None for model in columns)
+
+
+def _names(
+    stages: Sequence[ModelStates], weights: Weights, numbered: Sequence[Numbered]
 ) -> list[str]:
-    """The one assignment of names that keeps shapes, and the model's order in every group."""
-    candidates = [
-        (name, record.shape)
-        for name, record in (model.module or {}).items()
-        if not (name in model.buffer_names or name in model.shared or name in aliases)
+    """The names of the numbered parameters: as `param_shapes` lists them, else as they fit."""
+    if not _lists_names(stages):
+        candidates = [(name, record.shape) for name, (_, record) in weights.items()]
+        return assign_among(candidates, numbered, stages[0].file)
+    stated = [
+        (group, name, shape)
+        for model in stages
+        for group, shapes in enumerate(model.param_shapes or ())
+        for name, shape in shapes.items()
     ]
-    return assign_among(_without_aliases(model, candidates), numbered, model.file)
+    fits = len(stated) == len(numbered) and all(
+        entry.group == group and entry.shape in (None, shape) and name in weights
+        for entry, (group, name, shape) in zip(numbered, stated, strict=True)
+    )
+    if not fits:
+        raise CheckpointError(
+            "param_shapes contradicts the states of the optimizer",
+            file=stages[0].file,
+            expected=f"{len(stated)} parameters, as param_shapes lists them",
+            found=f"{len(numbered)}, or of other shapes",
+            next_step="the file is damaged or edited",
+        )
+    return [name for _, name, _ in stated]
 
 
 def assign_among(
-    candidates: Sequence[tuple[str, tuple[int, ...]]], numbered: Sequence[Numbered], file: str
+    candidates: Sequence[Candidate], numbered: Sequence[Numbered], file: str
 ) -> list[str]:
-    """The one assignment of candidates (name and shape, in the model's order) to numbers."""
-    groups: dict[int, list[Numbered]] = {}
-    for entry in numbered:
-        groups.setdefault(entry.group, []).append(entry)
-    names: list[str] = []
+    """The one assignment of candidates (name and shape, in the model's order) to numbers.
+
+    Returns
+    -------
+    list of str
+        A name for each of `numbered`, in their order.
+    """
+    groups: dict[int, list[int]] = {}
+    for position, entry in enumerate(numbered):
+        groups.setdefault(entry.group, []).append(position)
+    names: dict[int, str] = {}
     for group in groups.values():
-        names += _only_assignment(file, candidates, [entry.shape for entry in group])
-    if len(set(names)) != len(names):
+        shapes = [numbered[position].shape for position in group]
+        names |= zip(group, _only_assignment(file, candidates, shapes), strict=True)
+    if len(set(names.values())) != len(names):
         raise _untold(file, "two groups would own one parameter")
-    return names
-
-
-def _without_aliases(
-    model: ModelStates, candidates: Sequence[tuple[str, tuple[int, ...]]]
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Leave out names whose tensor is the very bytes of an earlier name (tied weights)."""
-    module = model.module or {}
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
-    kept = []
-    for name, shape in candidates:
-        record = module[name]
-        if prod(shape) and seen.setdefault((record.offset, shape), name) != name:
-            continue
-        kept.append((name, shape))
-    return kept
+    return [names[position] for position in range(len(numbered))]
 
 
 def _only_assignment(
-    file: str, candidates: Sequence[tuple[str, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+    file: str, candidates: Sequence[Candidate], shapes: Sequence[Shape | None]
 ) -> list[str]:
     """Match `shapes` to a subsequence of the candidates; refuse unless exactly one matches.
 
     The earliest match from the front and the latest from the back bound every other one, so the
-    assignment is unique exactly when they are the same.
+    assignment is unique exactly when they are the same. A shape that is not known matches any.
     """
     front = _greedy(list(candidates), list(shapes))
     back = _greedy(list(candidates)[::-1], list(shapes)[::-1])
@@ -179,13 +209,11 @@ def _only_assignment(
     return front
 
 
-def _greedy(
-    candidates: list[tuple[str, tuple[int, ...]]], shapes: list[tuple[int, ...]]
-) -> list[str] | None:
+def _greedy(candidates: list[Candidate], shapes: list[Shape | None]) -> list[str] | None:
     names = []
     at = 0
     for shape in shapes:
-        while at < len(candidates) and candidates[at][1] != shape:
+        while at < len(candidates) and shape not in (None, candidates[at][1]):
             at += 1
         if at == len(candidates):
             return None
@@ -202,39 +230,56 @@ def _untold(file: str, why: str) -> CheckpointError:
     )
 
 
+def _require_untied(layers: Sequence[ModuleTensor]) -> None:
+    """Refuse layer files that hold one matrix twice: the layers are tied, under a name not stated.
+
+    Storage checksums of the archives would do, but not all files have them; the bytes always do.
+    """
+    seen: dict[tuple[str, Shape, bytes], str] = {}
+    for tensor in layers:
+        shard = next(iter(tensor.shards.values()))
+        if len(shard.shape) < 2 or not prod(shard.shape):
+            continue
+        local = tensor.name.partition(".")[2]
+        first = seen.setdefault((local, shard.shape, _sample(shard)), tensor.name)
+        if first != tensor.name:
+            raise UnsupportedError(
+                "two layers of a ZeRO-0 pipeline hold the same weights: they are tied, and the "
+                "name under which the optimizer keeps them is not stated",
+                file=shard.stretches[0].region.file,
+                parameter=tensor.name,
+                found=f"the values of {first}",
+                next_step="save the run with ZeRO-1, which records names",
+            )
+
+
+def _sample(shard: ModuleShard) -> bytes:
+    region = shard.stretches[0].region
+    with open(region.file, "rb") as file:  # noqa: PTH123 - a path as the reader knows it
+        file.seek(region.offset)
+        return file.read(min(region.nbytes, 4096))
+
+
+# --------------------------------------------------------------------------- states
+
+
 def _add_parameter(
-    name: str,
-    model: ModelStates,
-    state: Cursor,
-    tensors: dict[TensorKey, StoredTensor],
-    scalars: dict[TensorKey, Scalar],
+    name: str, by_column: Mapping[int, tuple[ModelStates, Numbered]], result: Unsharded
 ) -> None:
-    weights = (model.module or {})[name]
-    _add_tensor(name, MASTER, weights, model.file, tensors)
-    for key, value in state.named():
-        found = value.value
-        is_scalar = key == "step" or weights.shape != ()
-        if isinstance(found, TensorRecord) and not (found.shape == () and is_scalar):
-            _add_tensor(name, key, found, model.file, tensors)
-        elif isinstance(found, TensorRecord):
-            number = read_scalar(model.archive, found)
-            scalars[name, key] = Scalar(number, found.dtype, value.path)
-        elif isinstance(found, (int, float)):
-            scalars[name, key] = Scalar(found, None, value.path)
-        else:
-            raise uncuttable(model.file, key, found)
-
-
-def _add_tensor(
-    name: str, state: str, record: TensorRecord, file: str, tensors: dict[TensorKey, StoredTensor]
-) -> None:
-    order = stored_order(record, name, file)
-    tensors[name, state] = StoredTensor(
-        name,
-        state,
-        record.dtype,
-        replicated_map(record.shape, 1) if order is None else order,
-        {0: record_region(record, file)},
-        Role.PARAMETER,
-        _PROVENANCE,
-    )
+    kept = {model.file: entry.state_names() for model, entry in by_column.values()}
+    require_one_value(kept, f"the optimizer states of {name}")
+    for state in next(iter(kept.values())):
+        shards: dict[int, ModuleShard] = {}
+        scalars: dict[str, Scalar] = {}
+        for column, (model, entry) in by_column.items():
+            value = entry.value(model.archive, state)
+            if isinstance(value, Scalar):
+                scalars[model.file] = value
+            else:
+                shards[column] = whole_shard(value, [(value, model.file)])
+        if scalars:
+            require_one_value({f: s.value for f, s in scalars.items()}, f"{state} of {name}")
+            result.scalars[name, state] = next(iter(scalars.values()))
+        if shards:
+            tensor = ModuleTensor(name, Role.PARAMETER, shards)
+            result.tensors.setdefault(state, []).append(tensor)

@@ -27,12 +27,12 @@ from reshard.formats.deepspeed.expert_reading import Experts
 from reshard.formats.deepspeed.grid import Inventory, require_one_value
 from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.native_moe import global_name, split_name
+from reshard.formats.deepspeed.numbered import Numbered, read_numbered
 from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import in_module_order
-from reshard.formats.deepspeed.unsharded import assign_among, numbered_states, read_numbered
-from reshard.formats.parsing import Cursor
-from reshard.formats.torch_archive import Archive, TensorRecord, read_archive, read_scalar
+from reshard.formats.deepspeed.unsharded import assign_among
+from reshard.formats.torch_archive import Archive, TensorRecord, read_archive
 from reshard.layouts.builders import replicated_map
 
 Shape = tuple[int, ...]
@@ -43,8 +43,7 @@ class _Held:
     """What one EP rank's optimizer keeps of one parameter."""
 
     archive: Archive
-    state: Cursor
-    group: int
+    entry: Numbered
 
 
 def add_unsharded_experts(
@@ -71,7 +70,7 @@ def add_unsharded_experts(
     if not files:
         # the model-state file has the optimizer of EP rank 0, so the names at least
         for name, one in _held_by(model.archive, 0, ep, experts).items():
-            found.name_group(one.group, name)
+            found.name_group(one.entry.group, name)
         return ep
     held: dict[str, dict[int, _Held]] = {}
     for ep_rank in range(ep):
@@ -79,9 +78,20 @@ def add_unsharded_experts(
         for name, one in _held_by(archive, ep_rank, ep, experts).items():
             held.setdefault(name, {})[ep_rank] = one
     for name, by_rank in held.items():
-        found.name_group(next(iter(by_rank.values())).group, name)
+        found.name_group(next(iter(by_rank.values())).entry.group, name)
         _add_states(name, by_rank, experts, tensors, scalars)
     return ep
+
+
+def require_one_column(columns: Sequence[ModelStates]) -> None:
+    """Refuse experts under tensor or pipeline parallelism: no file says who holds which."""
+    if len(columns) > 1:
+        raise UnsupportedError(
+            "a ZeRO-0 mixture of experts of several model-parallel ranks cannot be read",
+            file=columns[0].file,
+            found=f"{len(columns)} model-parallel ranks",
+            next_step="save it with ZeRO-1, which records names",
+        )
 
 
 def _degree(experts: Experts, files: Mapping[int, Path], folder: Path) -> int:
@@ -113,18 +123,15 @@ def _degree(experts: Experts, files: Mapping[int, Path], folder: Path) -> int:
 
 def _held_by(archive: Archive, ep_rank: int, ep: int, experts: Experts) -> dict[str, _Held]:
     """What an EP rank keeps of its experts, by the names of the checkpoint."""
-    path = archive.path
-    optimizer = Cursor(archive.root, path).at("optimizer")
-    states = numbered_states(optimizer)
-    numbered = [entry for entry in read_numbered(optimizer, states) if entry.is_expert]
-    names = assign_among(_candidates(ep_rank, ep, experts), numbered, path)
+    numbered = [entry for entry in read_numbered(archive) if entry.is_expert]
+    names = assign_among(_candidates(ep_rank, ep, experts), numbered, archive.path)
     locals_ = {layer.prefix: layer.num_experts // ep for layer in experts.native[0]}
     held = {}
     for entry, name in zip(numbered, names, strict=True):
         known = name
         if name not in experts.fused:
             known = global_name(name, ep_rank, locals_[split_name(name)[0]])
-        held[known] = _Held(archive, states[entry.number], entry.group)
+        held[known] = _Held(archive, entry)
     return held
 
 
@@ -154,46 +161,41 @@ def _add_states(
     tensors: dict[TensorKey, StoredTensor],
     scalars: dict[TensorKey, Scalar],
 ) -> None:
-    kept = {one.archive.path: sorted(map(str, one.state.mapping())) for one in by_rank.values()}
+    kept = {one.archive.path: sorted(one.entry.state_names()) for one in by_rank.values()}
     require_one_value(kept, f"the optimizer states of {name}")
-    for state, first in next(iter(by_rank.values())).state.named():
-        values = {rank: one.state.at(state) for rank, one in by_rank.items()}
-        records = {rank: v.value for rank, v in values.items() if _is_tensor(v, state)}
+    for state in next(iter(by_rank.values())).entry.state_names():
+        values = {rank: one.entry.value(one.archive, state) for rank, one in by_rank.items()}
+        files = {rank: one.archive.path for rank, one in by_rank.items()}
+        read = {files[rank]: v for rank, v in values.items() if isinstance(v, Scalar)}
+        records = {rank: v for rank, v in values.items() if isinstance(v, TensorRecord)}
+        if read:
+            require_one_value(
+                {file: scalar.value for file, scalar in read.items()}, f"{state} of {name}"
+            )
+            scalars[name, state] = next(iter(read.values()))
         if records:
-            tensors[name, state] = _tensor(name, state, records, values, experts)
-            continue
-        read = {rank: _scalar(values[rank], by_rank[rank].archive) for rank in values}
-        stated = {by_rank[rank].archive.path: scalar.value for rank, scalar in read.items()}
-        require_one_value(stated, f"{state} of {name}")
-        scalars[name, state] = _scalar(first, next(iter(by_rank.values())).archive)
-
-
-def _is_tensor(value: Cursor, state: str) -> bool:
-    return isinstance(value.value, TensorRecord) and state != "step"
+            tensors[name, state] = _tensor(name, state, records, files, experts)
 
 
 def _tensor(
     name: str,
     state: str,
-    records: Mapping[int, object],
-    values: Mapping[int, Cursor],
+    records: Mapping[int, TensorRecord],
+    files: Mapping[int, str],
     experts: Experts,
 ) -> StoredTensor:
     shards: dict[int, Sequence[Stretch]] = {}
-    first: TensorRecord | None = None
+    first = next(iter(records.values()))
     for rank, record in records.items():
-        file = values[rank].file
-        if not isinstance(record, TensorRecord) or stored_order(record, name, file) is not None:
+        file = files[rank]
+        if stored_order(record, name, file) is not None:
             raise UnsupportedError(
                 "an optimizer state of an expert is not stored in row-major order",
                 file=file,
                 parameter=name,
                 state=state,
             )
-        first = first or record
         shards[rank] = [Stretch(record_region(record, file), 0, prod(record.shape))]
-    if first is None:
-        raise values[0].unexpected("a tensor")
     fused = experts.fused.get(name)
     if fused is None:
         outer = replicated_map(first.shape, 1)
@@ -210,12 +212,3 @@ def _tensor(
         Role.PARAMETER,
         "optimizer files of EP ranks",
     )
-
-
-def _scalar(cursor: Cursor, archive: Archive) -> Scalar:
-    found = cursor.value
-    if isinstance(found, TensorRecord) and found.shape == ():
-        return Scalar(read_scalar(archive, found), found.dtype, cursor.path)
-    if isinstance(found, (int, float)):
-        return Scalar(found, None, cursor.path)
-    raise cursor.unexpected("a number or a 0-dimensional tensor")

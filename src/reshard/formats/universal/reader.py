@@ -35,6 +35,7 @@ from reshard.formats.model_keys import (
     text_keyed,
 )
 from reshard.formats.parsing import Cursor
+from reshard.formats.pipelines import PIPELINE, read_pipeline
 from reshard.formats.torch_archive import (
     Archive,
     TensorRecord,
@@ -43,7 +44,7 @@ from reshard.formats.torch_archive import (
     same_value,
 )
 from reshard.formats.universal.names import OPTIMIZER_STATE, STEP, ZERO
-from reshard.formats.universal.writer import SCALARS
+from reshard.formats.universal.writer import LAYERS, SCALARS
 from reshard.layouts.builders import replicated_map
 
 _PROVENANCE = "universal, whole"
@@ -284,10 +285,13 @@ def _extras(model: Cursor | None, optimizer: Archive | None, folder: Path) -> di
             {str(key): value for key, value in group.mapping().items() if key != "params"}
             for group in (groups.each() if groups else ())
         ]
-        dropped = OF_THE_PARTITIONS.union((SCALARS,))
+        dropped = OF_THE_PARTITIONS.union((SCALARS, LAYERS))
         settings = {key: value for key, value in root.items() if key not in dropped}
         extras["param_groups"] = Extra(hyper if any(hyper) else [], optimizer.path)
         extras["optimizer_settings"] = Extra(settings, optimizer.path)
+        layers = Cursor(root, optimizer.path).maybe(LAYERS)
+        if layers is not None:
+            extras[PIPELINE] = Extra(read_pipeline(layers), optimizer.path)
     return extras
 
 

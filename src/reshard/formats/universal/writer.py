@@ -33,6 +33,7 @@ import numpy as np
 
 from reshard.errors import InternalError
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar, StoredTensor
+from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.formats.torch_archive import (
     NewTensor,
@@ -58,6 +59,10 @@ SPOKEN_VERSION = "0.19.8"
 
 _NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of native experts; see the notes."""
+
+LAYERS = "reshard_pipeline"
+"""Key in `optimizer_state.pt` for the layers and stages of a pipeline, which the folder has none
+of. (In a model-state file DeepSpeed would hand it to the client as its own state.)"""
 
 SCALARS = "reshard_scalars"
 """Key in `optimizer_state.pt` for scalar states other than `step`, which the folder has no file
@@ -173,6 +178,9 @@ def _optimizer_state(checkpoint: Checkpoint) -> dict[str, object]:
     others = _other_scalars(checkpoint)
     if others:
         state[SCALARS] = others
+    pipeline = checkpoint.extras.get(PIPELINE)
+    if pipeline is not None and isinstance(pipeline.value, Pipeline):
+        state[LAYERS] = pipeline.value.document()
     return state
 
 

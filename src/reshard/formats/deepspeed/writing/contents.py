@@ -13,16 +13,16 @@ done again for the target's number of ranks where it is wanted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
-from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_of, source_stage
 from reshard.formats.dtypes import DType
+from reshard.formats.pipelines import PIPELINE, Pipeline
 
 MODULE_EXTRA = "module"
 """Extra with the source's state dict: name -> element type, in its order."""
@@ -100,6 +100,8 @@ class Contents:
         Element type in the module of every parameter and buffer.
     module
         Names of the state dict in its order, aliases included.
+    pipeline
+        Its layers and stages, None when it is no pipeline.
     """
 
     checkpoint: Checkpoint
@@ -111,6 +113,7 @@ class Contents:
     buffers: tuple[str, ...]
     dtypes: Mapping[str, DType]
     module: tuple[str, ...]
+    pipeline: Pipeline | None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter or buffer."""
@@ -147,15 +150,15 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
     UnsupportedError
         When the element type of the model is stated nowhere.
     """
-    _require_no_pipeline(checkpoint, options)
     config = run_config_of(checkpoint)
     roles = {tensor.name: tensor.role for tensor in checkpoint.tensors.values()}
-    groups = _groups(checkpoint, config)
+    pipeline = _pipeline(checkpoint, config)
+    groups = _groups(checkpoint, config, pipeline)
     trained = [name for group in groups for name in group.names]
     _require_places(roles, trained)
     frozen = tuple(name for name, role in roles.items() if role is Role.FROZEN)
     buffers = tuple(name for name, role in roles.items() if role is Role.BUFFER)
-    stored = _stored_module(checkpoint)
+    stored = _stored_module(checkpoint, pipeline)
     model_dtype = options.dtype or _model_dtype(checkpoint, config, stored, trained)
     dtypes = dict.fromkeys(trained, model_dtype)
     if options.dtype is None:
@@ -174,19 +177,8 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
         buffers=buffers,
         dtypes=dtypes,
         module=_module_order(stored, (*trained, *frozen, *buffers), checkpoint.aliases),
+        pipeline=pipeline,
     )
-
-
-def _require_no_pipeline(checkpoint: Checkpoint, options: NativeOptions) -> None:
-    """A pipeline keeps its weights by layer, in files of their own, which are not written."""
-    layered = any(file.kind == FileKind.LAYER.value for file in checkpoint.files)
-    if options.pp > 1 or checkpoint.topology.pp > 1 or layered:
-        raise UnsupportedError(
-            "native checkpoints of pipelines cannot be written",
-            file=checkpoint.path,
-            found=f"a source of {checkpoint.topology.pp} stages, and --pp {options.pp}",
-            next_step="convert to universal, which DeepSpeed loads on any number of stages",
-        )
 
 
 # --------------------------------------------------------------------------- groups
@@ -199,7 +191,9 @@ def listed(checkpoint: Checkpoint, key: str) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def _groups(checkpoint: Checkpoint, config: RunConfig) -> tuple[Group, ...]:
+def _groups(
+    checkpoint: Checkpoint, config: RunConfig, pipeline: Pipeline | None
+) -> tuple[Group, ...]:
     names = listed(checkpoint, "groups")
     settings = listed(checkpoint, "param_groups")
     if not names:
@@ -217,11 +211,29 @@ def _groups(checkpoint: Checkpoint, config: RunConfig) -> tuple[Group, ...]:
             next_step="DeepSpeed's native loader takes them from the checkpoint; "
             "convert to universal instead",
         )
-    dealt = _ranks_dealt_to(checkpoint, config)
+    if pipeline is None:
+        dealt = _ranks_dealt_to(checkpoint, config)
+        orders = [_undealt(_texts(owned), dealt) for owned in names]
+    else:
+        orders = [pipeline.group(index) for index in range(len(names))]
     return tuple(
-        Group(tuple(_undealt(_texts(owned), dealt)), _without_params(kept))
-        for owned, kept in zip(names, settings, strict=True)
+        Group(tuple(owned), _without_params(kept))
+        for owned, kept in zip(orders, settings, strict=True)
     )
+
+
+def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
+    """The layers and stages of a pipeline, the groups of each stage in the optimizer's order."""
+    extra = checkpoint.extras.get(PIPELINE)
+    found = extra.value if extra is not None else None
+    if not isinstance(found, Pipeline):
+        return None
+    dealt = _ranks_dealt_to(checkpoint, config)
+    stages = (
+        replace(stage, groups=tuple(tuple(_undealt(list(g), dealt)) for g in stage.groups))
+        for stage in found.stages
+    )
+    return replace(found, stages=tuple(stages))
 
 
 def _texts(value: object) -> list[str]:
@@ -287,7 +299,13 @@ def _held(checkpoint: Checkpoint, trained: Sequence[str]) -> dict[str, HeldState
 # --------------------------------------------------------------------------- the module
 
 
-def _stored_module(checkpoint: Checkpoint) -> dict[str, DType]:
+def _stored_module(checkpoint: Checkpoint, pipeline: Pipeline | None) -> dict[str, DType]:
+    if pipeline is not None:
+        return {
+            layer.name(local): dtype
+            for layer in pipeline.layers
+            for local, dtype in layer.tensors.items()
+        }
     extra = checkpoint.extras.get(MODULE_EXTRA)
     value = extra.value if extra is not None else None
     if not isinstance(value, Mapping):

@@ -169,7 +169,7 @@ def flat_banks(
     cuts: Mapping[str, Cut],
     experts: ExpertGrid | None,
 ) -> tuple[tuple[Bank, ...], ...]:
-    """The flat buffers of every column, for ZeRO-1, 2 and 3.
+    """The flat buffers of every column of a pipeline stage, for ZeRO-1, 2 and 3.
 
     Parameters
     ----------
@@ -187,12 +187,12 @@ def flat_banks(
     """
     rows = [
         (column, group.has_experts, row)
-        for column in range(options.mp)
+        for column in range(options.tp)
         for index, group in enumerate(contents.groups)
         for row in _rows(contents, options, cuts, (column, index), experts)
     ]
     windows = _windows([buffer for _, _, row in rows for buffer in row], cuts)
-    columns: list[list[Bank]] = [[] for _ in range(options.mp)]
+    columns: list[list[Bank]] = [[] for _ in range(options.tp)]
     at = 0
     for column, has_experts, row in rows:
         shards = []

@@ -74,7 +74,7 @@ class Column:
     mp
         Its number.
     contents, options
-        What is written, and for which topology.
+        What its pipeline stage has, and for which topology.
     cuts
         How every parameter and buffer is cut over columns, experts over EP ranks.
     banks
@@ -93,9 +93,14 @@ class Column:
     experts: ExpertGrid | None
     part: Mapping[str, object]
 
+    @property
+    def tp(self) -> int:
+        """Its tensor-parallel rank, by which parameters are cut."""
+        return self.mp % self.options.tp
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the column's shard, None when it has none."""
-        return self.cuts[name].shapes.get(self.mp)
+        return self.cuts[name].shapes.get(self.tp)
 
     @property
     def unoptimized(self) -> list[str]:
@@ -131,14 +136,14 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         Receives what goes into the storages.
     """
     contents, options = column.contents, column.options
-    stage3 = options.stage == 3
-    module = _placeholders(column, bulk) if stage3 else _weights(column, bulk)
+    # the weights of a pipeline are in the files of its layers
+    module = None if contents.pipeline else _module(column, bulk)
     keeps_frozen = options.stage >= 2
     own: dict[str, object] = {
         "module": module,
         "buffer_names": [name for name in contents.module if name in set(contents.buffers)],
         "optimizer": optimizer,
-        "param_shapes": [_sizes(bank.first.shapes) for bank in column.banks] or None,
+        "param_shapes": _param_shapes(column),
         "frozen_param_shapes": _frozen_shapes(column) if keeps_frozen else None,
         "shared_params": _shared(column, rank),
         "frozen_param_fragments": _frozen_fragments(column, rank, bulk) if keeps_frozen else None,
@@ -167,6 +172,20 @@ def _of_experts(column: Column, rank: int) -> dict[str, object]:
     }
 
 
+def _param_shapes(column: Column) -> list[OrderedDict[str, Size]]:
+    """Names and shapes in the order of the optimizer.
+
+    Without ZeRO DeepSpeed itself leaves them out, and reads them nowhere. They are what tells the
+    numbered states apart, so they are written all the same.
+    """
+    if column.options.stage:
+        return [_sizes(bank.first.shapes) for bank in column.banks]
+    return [
+        _sizes({name: shape for name in group.names if (shape := column.shape(name)) is not None})
+        for group in column.contents.groups
+    ]
+
+
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
     return OrderedDict((name, Size(shape)) for name, shape in shapes.items())
 
@@ -177,6 +196,10 @@ def _shared(column: Column, rank: int) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------- module
+
+
+def _module(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
+    return _placeholders(column, bulk) if column.options.stage == 3 else _weights(column, bulk)
 
 
 def _weights(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
@@ -198,7 +221,7 @@ def _weight(column: Column, name: str, bulk: Bulk) -> NewTensor | None:
     stored = column.contents.checkpoint.tensors[name, MASTER].dtype
     label = ("module", name)
     target = column.cuts[name].map
-    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.mp, stored)
+    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.tp, stored)
 
 
 def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
@@ -244,10 +267,10 @@ def _block(column: Column, name: str, rank: int, bulk: Bulk) -> NewTensor:
         for part in per_parameter_partition([prod(shape)], dp)
     ]
     dtype, label = column.contents.dtypes[name], ("frozen", name)
-    length = ceil_div(prod(cut.shapes[column.mp]), dp)
+    length = ceil_div(prod(cut.shapes[column.tp]), dp)
     composed, holders = compose_fragments(Assembler(), name, cut, parts)
     for (mp, part), holder in zip(parts, holders, strict=True):
-        if (mp, part.partition) == (column.mp, rank) and holder is not None:
+        if (mp, part.partition) == (column.tp, rank) and holder is not None:
             stored = column.contents.checkpoint.tensors[name, MASTER].dtype
             key = (name, MASTER)
             return bulk.shard(label, key, dtype, (length,), composed, holder, stored)

@@ -6,6 +6,7 @@ the source".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.errors import UsageError
@@ -29,6 +30,11 @@ class NativeOptions:
     dtype
         Element type of the model weights; None keeps the source's. Master weights and optimizer
         states keep theirs in any case.
+    stage_starts
+        The first layer of every pipeline stage; None keeps the stages of the source.
+    tied_layers
+        Of a pipeline, the layers that use each tied module, by its key; None leaves it to the
+        files.
     sub_group_size
         ``zero_optimization.sub_group_size`` of the run that will load it (ZeRO-3), in elements;
         None takes the source's configuration, and DeepSpeed's default where that has none.
@@ -63,6 +69,8 @@ class NativeOptions:
     pp: int = 1
     ep: int = 1
     dtype: DType | None = None
+    stage_starts: tuple[int, ...] | None = None
+    tied_layers: Mapping[str, tuple[int, ...]] | None = None
     sub_group_size: int | None = None
     kv_heads: int | None = None
     vocab_multiple: int | None = None
@@ -83,6 +91,15 @@ class NativeOptions:
                 "a model cannot run in this element type",
                 expected=", ".join(MODEL_DTYPES),
                 found=self.dtype,
+            )
+        starts = self.stage_starts
+        if starts is not None and not (
+            len(starts) == self.pp and starts[0] == 0 and list(starts) == sorted(set(starts))
+        ):
+            raise UsageError(
+                "the first layers of the pipeline stages must ascend from 0",
+                expected=f"{self.pp} numbers",
+                found=starts,
             )
         if self.dp % self.ep:
             raise UsageError(

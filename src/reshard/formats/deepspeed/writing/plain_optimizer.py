@@ -63,11 +63,11 @@ def plain_optimizer(column: Column, bulk: Bulk) -> dict[str, object]:
 
 def _states_of(column: Column, name: str, number: int, bulk: Bulk) -> dict[str, object]:
     held, cut = column.contents.held[name], column.cuts[name]
-    shape = cut.shapes[column.mp]
+    shape = cut.shapes[column.tp]
     kept: dict[str, object] = {
         state: scalar_value(scalar) for state, scalar in held.scalars.items()
     }
     for state, dtype in held.tensors.items():
         label = ("state", str(number), state)
-        kept[state] = bulk.shard(label, (name, state), dtype, shape, cut.map, column.mp, dtype)
+        kept[state] = bulk.shard(label, (name, state), dtype, shape, cut.map, column.tp, dtype)
     return kept

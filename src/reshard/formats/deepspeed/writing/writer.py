@@ -1,14 +1,14 @@
 """Laying out a native checkpoint: every file of every rank of the target topology.
 
-Theory. The walk is: sort the source (`contents`) → find how the target cuts every parameter over
-its columns (`tensor_parallel`) → lay out and cut the flat buffers (`flat_groups`) → make each
-rank's files → say what could not be carried. Nothing is read but what the source's reader read
-already.
+Theory. The walk is: sort the source (`contents`) → deal it out to pipeline stages (`stages`) → find
+how the target cuts every parameter over tensor ranks (`tensor_parallel`) → lay out and cut the flat
+buffers of every stage (`flat_groups`) → make each rank's files → say what could not be carried.
+Nothing is read but what the source's reader read already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from reshard.formats.checkpoint import Checkpoint
@@ -19,14 +19,16 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
 from reshard.formats.deepspeed.writing.contents import Contents, contents_of
+from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_files import expert_files
-from reshard.formats.deepspeed.writing.expert_grid import expert_grid
+from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid, expert_grid
 from reshard.formats.deepspeed.writing.flat_groups import Bank, flat_banks
 from reshard.formats.deepspeed.writing.model_files import Column, model_tree
 from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.plain_optimizer import plain_optimizer, require_plain
 from reshard.formats.deepspeed.writing.settings import carried_part, notes
+from reshard.formats.deepspeed.writing.stages import layer_files, stages_of
 from reshard.formats.deepspeed.writing.target_info import target_info
 from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of, source_of
 from reshard.formats.target import OutputFile, Target
@@ -57,10 +59,20 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
         When the target's optimizer cannot hold what the source holds.
     """
     contents = contents_of(checkpoint, options)
-    columns = _columns(contents, options)
+    stages = stages_of(contents, options)
+    source = source_of(contents)
+    experts = expert_grid(contents, options)
+    cuts = cuts_of(contents, options, source, experts)
+    info = target_info(contents, options, source, cuts)
+    columns = [
+        column
+        for number, stage in enumerate(stages)
+        for column in _columns(number, stage, options, cuts, experts, info)
+    ]
     shelf = ArchiveShelf()
     files = [
         *_model_files(columns, shelf),
+        *layer_files(contents, options, cuts, shelf),
         *(file for column in columns for file in expert_files(column)),
         *_optimizer_files(columns, shelf),
     ]
@@ -68,28 +80,24 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said))
 
 
-def _columns(contents: Contents, options: NativeOptions) -> list[Column]:
-    source = source_of(contents)
-    experts = expert_grid(contents, options)
-    cuts = cuts_of(contents, options, source, experts)
-    info = target_info(contents, options, source, cuts)
-    banks: tuple[tuple[Bank, ...], ...] = ((),) * options.mp
+def _columns(
+    number: int,
+    stage: Contents,
+    options: NativeOptions,
+    cuts: Mapping[str, Cut],
+    experts: ExpertGrid | None,
+    info: Mapping[str, object] | None,
+) -> Iterator[Column]:
+    """The tensor ranks of one pipeline stage."""
+    banks: tuple[tuple[Bank, ...], ...] = ((),) * options.tp
     if options.stage:
-        banks = flat_banks(contents, options, cuts, experts)
+        banks = flat_banks(stage, options, cuts, experts)
     else:
-        require_plain(contents)
-    return [
-        Column(
-            mp,
-            contents,
-            options,
-            cuts,
-            banks[mp],
-            experts,
-            carried_part(contents, options, mp, info),
-        )
-        for mp in range(options.mp)
-    ]
+        require_plain(stage)
+    for tp in range(options.tp):
+        mp = number * options.tp + tp
+        part = carried_part(stage, options, mp, info)
+        yield Column(mp, stage, options, cuts, banks[tp], experts, part)
 
 
 def _empty(columns: list[Column]) -> list[str]:
