@@ -29,6 +29,7 @@ from reshard.errors import (
     ReshardError,
     ScaledStateError,
     TraceError,
+    UnknownLayoutError,
     UnsupportedError,
     UsageError,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "ScaledStateError",
     "TraceError",
     "TransferPlan",
+    "UnknownLayoutError",
     "UnsupportedError",
     "UsageError",
     "__version__",

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from reshard.api.arguments import size_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.pointing import pointed_to
+from reshard.api.replicas import naming_the_rule
 from reshard.api.selection import select
 from reshard.execution import (
     Comparison,
@@ -47,6 +50,8 @@ class ConversionReport:
         Format and folder of the output.
     pointer
         Path of the pointer file, None when the format has none.
+    pointed_to
+        What the pointer file said before, None when there was none or it said the same.
     cost
         Bytes to read, compare and write, and number of files.
     disk_bytes, disk_free_bytes
@@ -74,6 +79,7 @@ class ConversionReport:
     format: str
     destination: str
     pointer: str | None
+    pointed_to: str | None
     cost: Estimate
     disk_bytes: int
     disk_free_bytes: int
@@ -107,17 +113,17 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     *,
     to: str = "universal",
     workers: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     fsync: bool = True,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    states: Sequence[str] = (),
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+    states: Sequence[str] | str = (),
     dry_run: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     verify: bool = False,
     replicas: str = "refuse",
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
     options: WriteOptions | None = None,
     progress: Progress | None = None,
@@ -135,7 +141,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     workers
         Copies under way at a time; they change speed only. By default one a CPU.
     max_memory
-        Hard cap on the buffers of all workers together, in bytes.
+        Hard cap on the buffers of all workers together: bytes, or a text like ``"2GB"``.
     fsync
         Whether the output is on the disk for good before it gets its name.
     include, exclude, states
@@ -165,6 +171,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         be written; nothing that looks like a result is left behind.
     """
     start = time.perf_counter()
+    memory = size_of(max_memory)
     final = resolved(destination)
     whole = open_checkpoint(source, also=also, layout=layout)
     chosen = select(whole, include=include, exclude=exclude, states=states)
@@ -174,28 +181,29 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
     left_out = len(whole.tensors) - len(chosen.tensors)
-    report = _forecast(chosen, job, final, left_out, threads, max_memory)
+    report = _forecast(chosen, job, final, left_out, threads, memory)
     if dry_run:
         check_names(job)
         check_apart(job, final)
         check_free(final, overwrite=overwrite or resume)
         return report
-    done = execute(
-        job,
-        final,
-        workers=threads,
-        max_memory=max_memory,
-        fsync=fsync,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    with naming_the_rule(chosen):
+        done = execute(
+            job,
+            final,
+            workers=threads,
+            max_memory=memory,
+            fsync=fsync,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+        )
     seconds = time.perf_counter() - start
     report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
     if not verify:
         return report
     written = open_checkpoint(final)
-    found = compare(chosen, written, workers=threads, max_memory=max_memory, progress=progress)
+    found = compare(chosen, written, workers=threads, max_memory=memory, progress=progress)
     return replace(report, comparison=found)
 
 
@@ -209,6 +217,7 @@ def _forecast(
         format=job.format,
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,
+        pointed_to=pointed_to(final, job),
         cost=estimate(job),
         disk_bytes=disk_needed(job),
         disk_free_bytes=_free_bytes(final),

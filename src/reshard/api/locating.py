@@ -9,7 +9,7 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reshard.api.selection import suggest
@@ -91,6 +91,17 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
             "no such state", parameter=name, state=state, expected=f"one of {', '.join(held)}"
         )
     return held[state]
+
+
+def states_in_order(states: Iterable[str]) -> tuple[str, ...]:
+    """Return each state once: the weights first, then as they come.
+
+    Examples
+    --------
+    >>> states_in_order(["exp_avg", "exp_avg_sq", "fp32", "exp_avg"])
+    ('fp32', 'exp_avg', 'exp_avg_sq')
+    """
+    return tuple(sorted(dict.fromkeys(states), key=lambda state: state != MASTER))
 
 
 def piece_ranges(tensor: StoredTensor) -> tuple[PieceRange, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard.api.arguments import size_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
@@ -14,13 +15,13 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     source: AnyPath,
     destination: AnyPath,
     *,
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    states: Sequence[str] = (),
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+    states: Sequence[str] | str = (),
     workers: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two checkpoints bit for bit: every state of every tensor, every scalar and extra.
@@ -36,7 +37,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
-        Hard cap on the buffers of all workers, in bytes.
+        Hard cap on the buffers of all workers: bytes, or a text like ``"2GB"``.
     progress
         Told ``(done_bytes, total_bytes, phase)`` about ten times a second.
 
@@ -46,6 +47,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         One of the two is not a whole and sound checkpoint. Differences are no error: they are in
         the result, whose ``equal`` says whether there are any.
     """
+    memory = size_of(max_memory)
     left, right = (
         select(side, include=include, exclude=exclude, states=states)
         for side in (
@@ -57,6 +59,6 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         left,
         right,
         workers=workers if workers is not None else default_workers(),
-        max_memory=max_memory,
+        max_memory=memory,
         progress=progress,
     )

@@ -20,7 +20,6 @@ from reshard.cli.screen import wants_rich
 app = typer.Typer(
     name="reshard",
     epilog="Exit codes: 0 done; 1 a comparison found differences; 2 bad usage or bad input.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if wants_rich(sys.stdout) else None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -176,6 +175,7 @@ def verify(
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
+    replicas: options.AcceptedReplicas = options.Replicas.REFUSE,
     also: options.Also = None,
     layout: options.Layout = None,
     json: options.Json = False,
@@ -189,7 +189,7 @@ def verify(
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
     selection = commands.Selection(tuple(include or ()), tuple(exclude or ()), tuple(states or ()))
-    return commands.verify(source, out, selection, json=json, quiet=quiet)
+    return commands.verify(source, out, selection, replicas=replicas.value, json=json, quiet=quiet)
 
 
 @app.command(short_help="Add affine maps to a tensor-parallel checkpoint.")
@@ -197,12 +197,30 @@ def annotate(
     ckpt: options.Ckpt,
     out: options.Out,
     *,
+    dry_run: options.DryRun = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    no_fsync: options.NoFsync = False,
+    workers: options.Workers = None,
+    max_memory: options.MaxMemory = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Write the same checkpoint with an affine_map for every tensor-parallel parameter."""
+    """Write the same checkpoint with an affine_map for every tensor-parallel parameter.
+
+    The pointer file 'latest' is written beside OUT, unless there is one that names another folder.
+    """
     from reshard.cli import commands
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    return commands.annotate(source, out, quiet=quiet)
+    how = commands.Run(
+        dry_run=dry_run,
+        resume=resume,
+        overwrite=overwrite,
+        fsync=not no_fsync,
+        workers=workers,
+        max_memory=max_memory,
+    )
+    return commands.annotate(source, out, how, json=json, quiet=quiet)

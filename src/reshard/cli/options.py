@@ -270,6 +270,15 @@ ReplicaPolicy = Annotated[
         rich_help_panel=_SAFETY,
     ),
 ]
+AcceptedReplicas = Annotated[
+    Replicas,
+    typer.Option(
+        "--replicas",
+        help="The policy that OUT was converted with: copies inside CKPT that differ are then no "
+        "difference, where OUT holds the first of them, or their mean.",
+        rich_help_panel=_SAFETY,
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -280,7 +289,7 @@ DryRun = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Finish a conversion that was stopped.", rich_help_panel=_SAFETY),
+    typer.Option("--resume", help="Finish a run that was stopped.", rich_help_panel=_SAFETY),
 ]
 Overwrite = Annotated[
     bool,
