@@ -29,6 +29,7 @@ from reshard.errors import (
     ReshardError,
     ScaledStateError,
     TraceError,
+    UnknownLayoutError,
     UnsupportedError,
     UsageError,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "ScaledStateError",
     "TraceError",
     "TransferPlan",
+    "UnknownLayoutError",
     "UnsupportedError",
     "UsageError",
     "__version__",

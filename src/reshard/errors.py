@@ -17,7 +17,7 @@ built-in that a caller would expect to catch (``ValueError``, ``FileNotFoundErro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 
@@ -224,6 +224,34 @@ class MissingFileError(CheckpointError, FileNotFoundError):
 
 class LayoutError(CheckpointError):
     """How a parameter is cut is not known, or the rules that say so contradict the data."""
+
+
+class UnknownLayoutError(LayoutError):
+    """Nobody states how parameters were cut over tensor-parallel ranks.
+
+    ``shards`` has all of them: parameter -> model-parallel rank -> shape of its shard.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        shards: Mapping[str, Mapping[int, tuple[int, ...]]] | None = None,
+        file: object = None,
+        parameter: str | None = None,
+        expected: object = None,
+        found: object = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.shards = {name: dict(shapes) for name, shapes in (shards or {}).items()}
+        super().__init__(
+            what,
+            file=file,
+            parameter=parameter,
+            expected=expected,
+            found=found,
+            next_step=next_step,
+        )
 
 
 class UnsupportedError(ReshardError, NotImplementedError):

@@ -81,7 +81,10 @@ def test_a_dry_run_writes_nothing(sample: Checkpoint, out: Path, capsys: Capture
     said = capsys.readouterr().out
     assert files_below(out.parent) == before
     assert not out.exists()
-    assert "  embed.weight     exp_avg  [6, 4]  float32     96        2  parameter  made by" in said
+    assert (
+        "  embed.weight     [6, 4]  fp32,exp_avg  float32    192        2  parameter  made by"
+        in said
+    )
     assert "dry run: nothing was written\n" in said
     for word in ("would read   360 B, 4 B of it to compare", "would write  ", "disk ", "memory  "):
         assert word in said

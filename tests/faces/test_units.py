@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.cli.units import counted, format_bytes, format_seconds, parse_bytes
+from reshard.api.arguments import parse_bytes
+from reshard.cli.units import counted, format_bytes, format_seconds
 from reshard.errors import UsageError
 
 

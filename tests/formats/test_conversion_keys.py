@@ -194,7 +194,7 @@ def test_unsupported_parameters_are_refused_with_their_reasons() -> None:
     info = {"autotp_unsupported_parameter_patterns": {r"^v\.weight$": "it interleaves heads"}}
     keys = keys_of(info)
     assert keys.map_of("v.weight", same((4, 4)), 2) is None
-    text = str(Layouts((keys,), 2, "f.pt").unknown(["v.weight"]))
+    text = str(Layouts((keys,), 2, "f.pt").unknown({"v.weight": same((4, 4))}))
     assert "AutoTP could not describe it: it interleaves heads" in text
     assert "--layout" in text
 

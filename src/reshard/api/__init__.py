@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from reshard.api.annotation import annotate
+    from reshard.api.annotation import AnnotationReport, annotate
     from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, default_workers
     from reshard.api.conversion import ConversionReport, convert
     from reshard.api.inspection import FileSummary, InertRecord, Inspection, StateSummary, inspect
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         element_location,
         find_tensor,
         piece_ranges,
+        states_in_order,
     )
     from reshard.api.opening import AnyPath, files_of, open_checkpoint
     from reshard.api.reading import read
+    from reshard.api.replicas import accepts
     from reshard.api.selection import select
     from reshard.api.verification import verify
     from reshard.execution import Comparison, ReplicaFinding, TensorDifference
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DEFAULT_MAX_MEMORY_BYTES": "reshard.api.budgets",
+    "AnnotationReport": "reshard.api.annotation",
     "AnyPath": "reshard.api.opening",
     "Checkpoint": "reshard.formats.checkpoint",
     "Comparison": "reshard.execution",
@@ -48,6 +51,7 @@ _HOMES = {
     "ReplicaFinding": "reshard.execution",
     "StateSummary": "reshard.api.inspection",
     "TensorDifference": "reshard.execution",
+    "accepts": "reshard.api.replicas",
     "annotate": "reshard.api.annotation",
     "convert": "reshard.api.conversion",
     "default_workers": "reshard.api.budgets",
@@ -59,12 +63,14 @@ _HOMES = {
     "piece_ranges": "reshard.api.locating",
     "read": "reshard.api.reading",
     "select": "reshard.api.selection",
+    "states_in_order": "reshard.api.locating",
     "verify": "reshard.api.verification",
 }
 """Public name -> the module that defines it."""
 
 __all__ = [
     "DEFAULT_MAX_MEMORY_BYTES",
+    "AnnotationReport",
     "AnyPath",
     "Checkpoint",
     "Comparison",
@@ -77,6 +83,7 @@ __all__ = [
     "ReplicaFinding",
     "StateSummary",
     "TensorDifference",
+    "accepts",
     "annotate",
     "convert",
     "default_workers",
@@ -88,6 +95,7 @@ __all__ = [
     "piece_ranges",
     "read",
     "select",
+    "states_in_order",
     "verify",
 ]
 

@@ -11,17 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import fspath
 
+from reshard.api.arguments import paths_of, size_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.pointing import named_by
 from reshard.execution import execute
-from reshard.execution.destination import resolved
+from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats import registry
 from reshard.planning import plan
 
 
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
-    """What annotating did.
+    """What annotating did, or with ``dry_run`` would do.
 
     Parameters
     ----------
@@ -29,24 +31,33 @@ class AnnotationReport:
         The folder that was written.
     sources
         Parameter -> where its map is from, in words.
-    nbytes
-        Bytes written.
+    nbytes, files
+        Bytes written, in how many files.
+    pointer
+        Path of the pointer file that was written, None when there is one that names another folder.
+    dry_run
+        Whether nothing was written.
     """
 
     destination: str
     sources: Mapping[str, str]
     nbytes: int
+    files: int = 0
+    pointer: str | None = None
+    dry_run: bool = False
 
 
 def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the command
     source: AnyPath,
     destination: AnyPath,
     *,
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
     workers: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     fsync: bool = True,
+    dry_run: bool = False,
+    resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> AnnotationReport:
@@ -57,8 +68,9 @@ def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the comm
     source, also, layout
         As for :func:`~reshard.api.open_checkpoint`.
     destination
-        The folder to write. The pointer file ``latest`` is written beside it, unless there is one.
-    workers, max_memory, fsync, overwrite, progress
+        The folder to write. The pointer file ``latest`` is written beside it, unless there is one
+        that names another folder.
+    workers, max_memory, fsync, dry_run, resume, overwrite, progress
         As for :func:`~reshard.api.convert`.
 
     Raises
@@ -67,23 +79,38 @@ def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the comm
         The input is no whole and sound native checkpoint of several tensor-parallel ranks, a layout
         is not known, or the destination cannot be written.
     """
+    memory = size_of(max_memory)
     open_checkpoint(source, also=also, layout=layout)
     final = resolved(destination)
     made = registry.annotated(
         fspath(source),
         tag=final.name,
-        also=tuple(fspath(folder) for folder in also),
+        also=paths_of("also", also),
         layout=layout,
-        pointer=not (final.parent / "latest").exists(),
+        pointer=named_by(final.parent / "latest") in (None, final.name),
     )
-    done = execute(
-        plan(made.source, made.target),
+    job = plan(made.source, made.target)
+    report = AnnotationReport(
+        str(final),
+        {name: found.provenance for name, found in made.maps.items()},
+        sum(file.size for file in job.files),
+        len(job.files),
+        str(final.parent / job.pointer[0]) if job.pointer else None,
+        dry_run,
+    )
+    if dry_run:
+        check_names(job)
+        check_apart(job, final)
+        check_free(final, overwrite=overwrite or resume)
+        return report
+    execute(
+        job,
         final,
         workers=workers if workers is not None else default_workers(),
-        max_memory=max_memory,
+        max_memory=memory,
         fsync=fsync,
+        resume=resume,
         overwrite=overwrite,
         progress=progress,
     )
-    told = {name: found.provenance for name, found in made.maps.items()}
-    return AnnotationReport(done.destination, told, done.nbytes)
+    return report

@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from reshard.api.arguments import paths_of, size_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.pointing import pointed_to
+from reshard.api.replicas import naming_the_rule
 from reshard.api.selection import select
 from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
+    Report,
     TensorDifference,
     disk_needed,
     execute,
@@ -51,6 +55,8 @@ class ConversionReport:
         Format and folder of the output.
     pointer
         Path of the pointer file, None when the format has none.
+    pointed_to
+        What the pointer file said before, None when there was none or it said the same.
     cost
         Bytes to read, compare and write, and number of files.
     disk_bytes, disk_free_bytes
@@ -78,6 +84,7 @@ class ConversionReport:
     format: str
     destination: str
     pointer: str | None
+    pointed_to: str | None
     cost: Estimate
     disk_bytes: int
     disk_free_bytes: int
@@ -111,11 +118,11 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     *,
     to: str = "universal",
     workers: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     fsync: bool = True,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    states: Sequence[str] = (),
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+    states: Sequence[str] | str = (),
     trainable: bool = False,
     rename: Renaming | None = None,
     dry_run: bool = False,
@@ -123,7 +130,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     overwrite: bool = False,
     verify: bool = False,
     replicas: str = "refuse",
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
     reading: ReadOptions | None = None,
     options: WriteOptions | None = None,
@@ -142,12 +149,11 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     workers
         Copies under way at a time; they change speed only. By default one a CPU.
     max_memory
-        Hard cap on the buffers of all workers together, in bytes.
+        Hard cap on the buffers of all workers together: bytes, or a text like ``"2GB"``.
     fsync
         Whether the output is on the disk for good before it gets its name.
     include, exclude, states, trainable
-        As for :func:`~reshard.api.select`. When no state is named, ``"safetensors"`` carries the
-        weights (``fp32``), and the other formats every state.
+        As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
     rename
         Other names for parameters, with ``to="safetensors"``.
     dry_run
@@ -172,41 +178,54 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     Raises
     ------
     ReshardError
-        The input is not whole and sound, or cannot be converted exactly, or the destination cannot
-        be written; nothing that looks like a result is left behind.
+        It cannot be read, converted exactly or written; nothing like a result is left behind.
     """
     start = time.perf_counter()
+    memory = size_of(max_memory)
     final, states = resolved(destination), states or writer_of(to).states
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, to)
-    options = _completed(options, also, layout)
-    carried, target = lay_out(chosen, to=to, tag=final.name, options=options)
+    complete = _completed(options, paths_of("also", also), layout)
+    carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
-    report = _forecast(chosen, job, final, len(whole.tensors), threads, max_memory)
+    report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
         return report
     told = require_rounded_copies(chosen, replicas)
-    done = execute(
-        job,
-        final,
-        workers=threads,
-        max_memory=max_memory,
-        fsync=fsync,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    with naming_the_rule(chosen):
+        done = execute(
+            job,
+            final,
+            workers=threads,
+            max_memory=memory,
+            fsync=fsync,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+        )
     seconds = time.perf_counter() - start
-    report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
-    report = replace(report, notes=(*report.notes, *told))
-    if verify:
-        pair = comparable(chosen, open_checkpoint(final))
-        found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
-        report = replace(report, comparison=found)
-    return report
+    report = _done(report, done, seconds, told)
+    if not verify:
+        return report
+    pair = comparable(chosen, open_checkpoint(final))
+    found = pair.compared(workers=threads, max_memory=memory, progress=progress)
+    return replace(report, comparison=found)
+
+
+def _done(
+    report: ConversionReport, done: Report, seconds: float, told: tuple[str, ...]
+) -> ConversionReport:
+    return replace(
+        report,
+        dry_run=False,
+        kept=done.kept,
+        seconds=seconds,
+        drift=done.replicas,
+        notes=(*report.notes, *told),
+    )
 
 
 def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
@@ -228,13 +247,13 @@ def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint
 
 
 def _completed(
-    options: WriteOptions | None, also: Sequence[AnyPath], layout: AnyPath | None
+    options: WriteOptions | None, also: Sequence[str], layout: AnyPath | None
 ) -> WriteOptions | None:
     """The options with what the call says elsewhere: layouts, and folders to look in."""
     if isinstance(options, NativeOptions) and layout is not None:
         return replace(options, layouts=read_stated_layouts(layout))
     if isinstance(options, SafetensorsOptions) and also:
-        return replace(options, beside=(*options.beside, *(os.fspath(folder) for folder in also)))
+        return replace(options, beside=(*options.beside, *also))
     return options
 
 
@@ -248,6 +267,7 @@ def _forecast(
         format=job.format,
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,
+        pointed_to=pointed_to(final, job),
         cost=estimate(job),
         disk_bytes=disk_needed(job),
         disk_free_bytes=_free_bytes(final),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from reshard.api.locating import states_in_order
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import matches, require_match
 from reshard.formats.checkpoint import Checkpoint, Role, StoredTensor
@@ -124,9 +125,10 @@ def inspect(
 
 
 def _state_summaries(checkpoint: Checkpoint) -> tuple[StateSummary, ...]:
-    by_state: dict[str, list[StoredTensor]] = {}
+    order = states_in_order(state for _, state in checkpoint.tensors)
+    by_state: dict[str, list[StoredTensor]] = {state: [] for state in order}
     for (_, state), tensor in checkpoint.tensors.items():
-        by_state.setdefault(state, []).append(tensor)
+        by_state[state].append(tensor)
     return tuple(
         StateSummary(
             state,

@@ -9,13 +9,16 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reshard.api.selection import suggest
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, StoredTensor
 from reshard.geometry import AffinePiece
+
+MASTER = "fp32"
+"""The state that holds the weights themselves, in every format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
     name
         Name of the parameter.
     state
-        Which state; by default the first that the checkpoint holds of it.
+        Which state; by default ``fp32``, or the first where there is none.
 
     Raises
     ------
@@ -82,12 +85,23 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
         known = (*checkpoint.names, *checkpoint.aliases)
         raise UsageError("no such parameter", parameter=name, next_step=suggest(name, known))
     if state is None:
-        return next(iter(held.values()))
+        return held.get(MASTER) or next(iter(held.values()))
     if state not in held:
         raise UsageError(
             "no such state", parameter=name, state=state, expected=f"one of {', '.join(held)}"
         )
     return held[state]
+
+
+def states_in_order(states: Iterable[str]) -> tuple[str, ...]:
+    """Return each state once: the weights first, then as they come.
+
+    Examples
+    --------
+    >>> states_in_order(["exp_avg", "exp_avg_sq", "fp32", "exp_avg"])
+    ('fp32', 'exp_avg', 'exp_avg_sq')
+    """
+    return tuple(sorted(dict.fromkeys(states), key=lambda state: state != MASTER))
 
 
 def piece_ranges(tensor: StoredTensor) -> tuple[PieceRange, ...]:

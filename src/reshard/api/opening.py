@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike, fspath
+from pathlib import Path
 
+from reshard.api.arguments import paths_of
 from reshard.formats import registry
-from reshard.formats.checkpoint import Checkpoint, SourceFile
+from reshard.formats.checkpoint import Checkpoint, Problem, SourceFile
 from reshard.formats.folders import resolve_folder
 from reshard.formats.registry import ReadOptions
 
@@ -16,7 +19,7 @@ AnyPath = str | PathLike[str]
 def open_checkpoint(
     path: AnyPath,
     *,
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
     reading: ReadOptions | None = None,
 ) -> Checkpoint:
@@ -39,15 +42,30 @@ def open_checkpoint(
     ReshardError
         The input is not a whole and sound checkpoint; the subclass and the text say why.
     """
-    return registry.open_checkpoint(
-        fspath(path),
-        also=tuple(fspath(folder) for folder in also),
-        layout=layout,
-        reading=reading,
+    folders = paths_of("also", also)
+    checkpoint = registry.open_checkpoint(
+        fspath(path), also=folders, layout=layout, reading=reading
     )
+    idle = tuple(idle_folders(checkpoint, folders))
+    if not idle:
+        return checkpoint
+    return replace(checkpoint, problems=(*checkpoint.problems, *idle))
 
 
-def files_of(path: AnyPath, *, also: Sequence[AnyPath] = ()) -> tuple[SourceFile, ...]:
+def idle_folders(checkpoint: Checkpoint, also: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each further folder that holds no file of the checkpoint."""
+    used = {Path(file.path).parent for file in checkpoint.files}
+    for folder in also:
+        given = Path(folder).absolute()
+        if not used & {given, given / Path(checkpoint.path).name}:
+            yield Problem(
+                "--also names a folder that adds nothing: no file in it is read",
+                str(given),
+                next_step="check the path, or leave it out",
+            )
+
+
+def files_of(path: AnyPath, *, also: Sequence[AnyPath] | AnyPath = ()) -> tuple[SourceFile, ...]:
     """List the files of a checkpoint folder by name, whether or not it can be opened.
 
     Parameters
@@ -60,7 +78,7 @@ def files_of(path: AnyPath, *, also: Sequence[AnyPath] = ()) -> tuple[SourceFile
     ReshardError
         The path leads to no folder with files of a checkpoint.
     """
-    folder = resolve_folder(fspath(path), tuple(fspath(other) for other in also))
+    folder = resolve_folder(fspath(path), paths_of("also", also))
     return tuple(
         SourceFile(str(file), file.stat().st_size, "file")
         for places in folder.listing().values()

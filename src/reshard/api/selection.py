@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from reshard.api.arguments import texts_of
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, Extra, Role, StoredTensor, TensorKey
 
@@ -23,9 +24,9 @@ GROUPS = "groups"
 def select(
     checkpoint: Checkpoint,
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    states: Sequence[str] = (),
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+    states: Sequence[str] | str = (),
     trainable: bool = False,
 ) -> Checkpoint:
     """Return the checkpoint narrowed to some parameters and states.
@@ -43,11 +44,15 @@ def select(
     trainable
         Keep only the parameters that are trained: no frozen ones, and no buffers.
 
+    One text stands for a list of one.
+
     Raises
     ------
     UsageError
         A pattern or a state matches nothing, or nothing is left.
     """
+    include, exclude = texts_of("include", include), texts_of("exclude", exclude)
+    states = texts_of("states", states)
     for pattern in (*include, *exclude):
         require_match(pattern, (*checkpoint.names, *checkpoint.aliases))
     _require_states(checkpoint, states)

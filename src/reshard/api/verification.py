@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from reshard.api.arguments import size_of, texts_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
@@ -19,16 +20,16 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     source: AnyPath,
     destination: AnyPath,
     *,
-    also: Sequence[AnyPath] = (),
+    also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
     reading: ReadOptions | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    states: Sequence[str] = (),
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+    states: Sequence[str] | str = (),
     trainable: bool = False,
     rename: Renaming | None = None,
     workers: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY_BYTES,
+    max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two checkpoints bit for bit: every state of every tensor, every scalar and extra.
@@ -50,7 +51,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
-        Hard cap on the buffers of all workers, in bytes.
+        Hard cap on the buffers of all workers: bytes, or a text like ``"2GB"``.
     progress
         Told ``(done_bytes, total_bytes, phase)`` about ten times a second.
 
@@ -60,6 +61,8 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         One of the two is not a whole and sound checkpoint. Differences are no error: they are in
         the result, whose ``equal`` says whether there are any.
     """
+    memory = size_of(max_memory)
+    states = texts_of("states", states)
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     right = open_checkpoint(destination)
@@ -69,7 +72,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         right = _narrowed_to(right, left, states)
     return comparable(left, right).compared(
         workers=workers if workers is not None else default_workers(),
-        max_memory=max_memory,
+        max_memory=memory,
         progress=progress,
     )
 

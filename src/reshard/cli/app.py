@@ -20,7 +20,6 @@ from reshard.cli.screen import wants_rich
 app = typer.Typer(
     name="reshard",
     epilog="Exit codes: 0 done; 1 a comparison found differences; 2 bad usage or bad input.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if wants_rich(sys.stdout) else None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -80,6 +79,9 @@ def map_(
     *,
     state: options.State = None,
     files: options.Files = False,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
     model_key: options.ModelKey = None,
@@ -87,13 +89,15 @@ def map_(
     frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
-    """Show where every element of one parameter lives."""
+    """Show where every element of one parameter lives, as text and as a picture."""
     from reshard.cli import commands
+    from reshard.cli.pictures.drawing import MapPictures
     from reshard.cli.reading import ReadingFlags
 
     reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     source = commands.Source(ckpt, tuple(also or ()), layout, reading)
-    return commands.map_(source, name, state=state, files=files, json=json)
+    pictures = MapPictures(svg, png, html)
+    return commands.map_(source, name, pictures, state=state, files=files, json=json)
 
 
 @app.command(short_help="Convert a checkpoint, bit for bit.")
@@ -203,6 +207,7 @@ def verify(
     trainable: options.Trainable = False,
     rename: options.Rename = None,
     rename_table: options.RenameTable = None,
+    replicas: options.AcceptedReplicas = options.Replicas.REFUSE,
     also: options.Also = None,
     layout: options.Layout = None,
     model_key: options.ModelKey = None,
@@ -230,7 +235,7 @@ def verify(
         tuple(rename or ()),
         rename_table,
     )
-    return commands.verify(source, out, selection, json=json, quiet=quiet)
+    return commands.verify(source, out, selection, replicas=replicas.value, json=json, quiet=quiet)
 
 
 @app.command(short_help="Add affine maps to a tensor-parallel checkpoint.")
@@ -238,12 +243,30 @@ def annotate(
     ckpt: options.Ckpt,
     out: options.Out,
     *,
+    dry_run: options.DryRun = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    no_fsync: options.NoFsync = False,
+    workers: options.Workers = None,
+    max_memory: options.MaxMemory = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Write the same checkpoint with an affine_map for every tensor-parallel parameter."""
+    """Write the same checkpoint with an affine_map for every tensor-parallel parameter.
+
+    The pointer file 'latest' is written beside OUT, unless there is one that names another folder.
+    """
     from reshard.cli import commands
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    return commands.annotate(source, out, quiet=quiet)
+    how = commands.Run(
+        dry_run=dry_run,
+        resume=resume,
+        overwrite=overwrite,
+        fsync=not no_fsync,
+        workers=workers,
+        max_memory=max_memory,
+    )
+    return commands.annotate(source, out, how, json=json, quiet=quiet)

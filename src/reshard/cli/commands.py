@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from reshard import api
 from reshard.cli import documents, failure, outcomes
 from reshard.cli.blocks import Block, fields
+from reshard.cli.pictures.drawing import MapPictures
 from reshard.cli.progress import Report, meter
 from reshard.cli.reading import ReadingFlags
-from reshard.cli.render_convert import conversion_blocks
-from reshard.cli.render_inspect import file_table, inspection_blocks
+from reshard.cli.render_convert import annotation_block, conversion_blocks
+from reshard.cli.render_inspect import file_table, inspection_blocks, unknown_layouts
 from reshard.cli.render_map import map_blocks
 from reshard.cli.render_verify import comparison_blocks
 from reshard.cli.screen import show
-from reshard.cli.units import parse_bytes
 from reshard.cli.writing import WritingFlags, write_options
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import ReshardError, UnknownLayoutError, UsageError
 from reshard.formats.renaming import Renaming, renaming_of
 
 
@@ -78,6 +78,18 @@ class Conversion:
     writing: WritingFlags
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How ``reshard annotate`` runs, as given; ``max_memory`` still as text."""
+
+    dry_run: bool
+    resume: bool
+    overwrite: bool
+    fsync: bool
+    workers: int | None
+    max_memory: str | None
+
+
 def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
     """Run ``reshard inspect``."""
     try:
@@ -90,7 +102,7 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
         )
     except ReshardError as error:
         if not json and not isinstance(error, UsageError):
-            _show_files(source)
+            _show(_what_there_is(source, error))
         raise
     if json:
         documents.write(documents.inspection_document(inspection), sys.stdout)
@@ -99,15 +111,25 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
     return failure.DONE
 
 
-def map_(source: Source, name: str, *, state: str | None, files: bool, json: bool) -> int:
+def map_(
+    source: Source,
+    name: str,
+    pictures: MapPictures,
+    *,
+    state: str | None,
+    files: bool,
+    json: bool,
+) -> int:
     """Run ``reshard map``."""
+    pictures.check()
     checkpoint = source.open()
     tensor = api.find_tensor(checkpoint, name, state)
     ranges = api.piece_ranges(tensor) if files else None
+    pictures.draw(checkpoint, tensor)
     if json:
         documents.write(documents.map_document(tensor, ranges), sys.stdout)
     else:
-        _show(map_blocks(checkpoint, tensor, ranges))
+        _show((*map_blocks(checkpoint, tensor, ranges), fields("pictures", pictures.wanted())))
     return failure.DONE
 
 
@@ -129,13 +151,12 @@ def convert(source: Source, out: str, options: Conversion, *, json: bool, quiet:
 def _converted(
     source: Source, out: str, options: Conversion, progress: Report | None
 ) -> api.ConversionReport:
-    cap = options.max_memory
     return api.convert(
         source.path,
         out,
         to=options.to,
         workers=options.workers,
-        max_memory=api.DEFAULT_MAX_MEMORY_BYTES if cap is None else parse_bytes(cap),
+        max_memory=_cap(options.max_memory),
         fsync=options.fsync,
         include=options.selection.include,
         exclude=options.selection.exclude,
@@ -155,7 +176,9 @@ def _converted(
     )
 
 
-def verify(source: Source, out: str, selection: Selection, *, json: bool, quiet: bool) -> int:
+def verify(
+    source: Source, out: str, selection: Selection, *, replicas: str, json: bool, quiet: bool
+) -> int:
     """Run ``reshard verify``."""
     with meter(quiet=quiet) as progress:
         found = api.verify(
@@ -171,36 +194,52 @@ def verify(source: Source, out: str, selection: Selection, *, json: bool, quiet:
             rename=selection.renaming(),
             progress=progress,
         )
+    accepted = api.accepts(found, replicas)
     if json:
-        documents.write(outcomes.comparison_document(found, source.path, out), sys.stdout)
+        document = outcomes.comparison_document(found, source.path, out)
+        documents.write(document | {"policy": replicas, "accepted": accepted}, sys.stdout)
     else:
-        _show(comparison_blocks(found, source.path, out))
-    return failure.DONE if found.equal else failure.DIFFERENT
+        _show(comparison_blocks(found, source.path, out, replicas, accepted=accepted))
+    return failure.DONE if accepted else failure.DIFFERENT
 
 
-def annotate(source: Source, out: str, *, quiet: bool) -> int:
+def annotate(source: Source, out: str, how: Run, *, json: bool, quiet: bool) -> int:
     """Run ``reshard annotate``."""
     with meter(quiet=quiet) as progress:
         report = api.annotate(
-            source.path, out, also=source.also, layout=source.layout, progress=progress
+            source.path,
+            out,
+            also=source.also,
+            layout=source.layout,
+            workers=how.workers,
+            max_memory=_cap(how.max_memory),
+            fsync=how.fsync,
+            dry_run=how.dry_run,
+            resume=how.resume,
+            overwrite=how.overwrite,
+            progress=progress,
         )
-    told = (
-        ("to", report.destination),
-        ("parameters", f"{len(report.sources)} with a map"),
-        ("maps from", ", ".join(sorted(set(report.sources.values())))),
-    )
-    _show([fields("annotated", told)])
+    if json:
+        documents.write(outcomes.annotation_document(report), sys.stdout)
+    else:
+        _show([annotation_block(report)])
     return failure.DONE
+
+
+def _cap(text: str | None) -> int | str:
+    return api.DEFAULT_MAX_MEMORY_BYTES if text is None else text
 
 
 def _listed(states: Iterable[str]) -> tuple[str, ...]:
     return tuple(state.strip() for listed in states for state in listed.split(","))
 
 
-def _show_files(source: Source) -> None:
-    """Show which files there are, for the error that follows says what is wrong with them."""
+def _what_there_is(source: Source, error: ReshardError) -> Iterator[Block]:
+    """The files, and what of them is not understood; the error that follows says the rest."""
     with contextlib.suppress(ReshardError, OSError):
-        _show([file_table(api.files_of(source.path, also=source.also))])
+        yield file_table(api.files_of(source.path, also=source.also))
+    if isinstance(error, UnknownLayoutError):
+        yield unknown_layouts(error)
 
 
 def _show(blocks: Iterable[Block]) -> None:

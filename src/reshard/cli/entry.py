@@ -31,28 +31,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     _prepare_streams()
+    json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=arguments, prog_name="reshard", standalone_mode=False)
         sys.stdout.flush()
     except _USAGE_ERROR as error:
-        return _refuse_usage(error)
-    except SystemExit:  # typer's way to say that whoever read our output has gone
-        return failure.BROKEN_PIPE
+        return _refuse_usage(error, json=json)
+    except SystemExit as end:  # a shell has its completions, or whoever read our output has gone
+        return failure.BROKEN_PIPE if end.code else failure.DONE
     except typer.Abort:
-        return failure.refuse(KeyboardInterrupt())
+        return failure.refuse(KeyboardInterrupt(), json=json)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last line of defence
-        return failure.refuse(error)
+        return failure.refuse(error, json=json)
     if code == failure.INTERRUPTED:  # as typer, from 0.16 on, tells an interrupt
-        return failure.refuse(KeyboardInterrupt())
+        return failure.refuse(KeyboardInterrupt(), json=json)
     return code if isinstance(code, int) else failure.DONE
 
 
-def _refuse_usage(error: BaseException) -> int:
+def _refuse_usage(error: BaseException, *, json: bool) -> int:
     message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "reshard"
     said = message.replace("Value error, ", "").replace("argument(s)", "argument").rstrip(".?")
-    failure.say_error(f"{said[:1].lower()}{said[1:]}; next: {command} --help")
+    line = f"{said[:1].lower()}{said[1:]}; next: {command} --help"
+    if json:
+        failure.write_error("UsageError", line, failure.REFUSED)
+    failure.say_error(line)
     return failure.REFUSED
 
 

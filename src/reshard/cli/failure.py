@@ -5,6 +5,11 @@ bad input (2), interrupted (130, as shells have it). The last three say why in e
 standard error that begins with ``error:``, and there is never a traceback, for a traceback hides
 the one thing the reader can act on. Where reshard itself is at fault the line says so and how to
 report it; ``RESHARD_DEBUG=1`` then adds the traceback.
+
+With ``--json`` standard output holds one document, whatever happens. That of an error is
+``reshard.error/1``: `error` {`kind`, `message` (the line), `exit_code`, and where they are known
+`what`, `file`, `rank`, `parameter`, `state`, `dim`, `expected`, `found`, `next_step`; `shards`
+{parameter: {rank: shape}} where layouts are not known}.
 """
 
 from __future__ import annotations
@@ -13,18 +18,23 @@ import errno
 import os
 import sys
 import traceback
+from json import dump
 from pathlib import Path
 from types import TracebackType
 
 from reshard import __version__
 from reshard.cli.text import visible
-from reshard.errors import InternalError, ReshardError
+from reshard.errors import InternalError, ReshardError, UnknownLayoutError
 
 DONE = 0
 DIFFERENT = 1
 REFUSED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+
+
+_PLACES = ("what", "file", "rank", "parameter", "state", "dim", "expected", "found", "next_step")
+"""Attributes of every error that say more than the line."""
 
 
 class InterruptedRunError(Exception):
@@ -45,18 +55,51 @@ _REMEDIES = {
 }
 
 
-def refuse(error: BaseException) -> int:
-    """Say on standard error what ended the run, and return the exit code for it."""
+def refuse(error: BaseException, *, json: bool = False) -> int:
+    """Say on standard error what ended the run, and return the exit code for it.
+
+    Parameters
+    ----------
+    error
+        What ended it.
+    json
+        Whether standard output is to hold a document that says so too.
+    """
     if isinstance(error, BrokenPipeError):
         return _leave_pipe()
-    say_error(describe(error))
+    interrupted = isinstance(error, KeyboardInterrupt | InterruptedRunError)
+    code = INTERRUPTED if interrupted else REFUSED
+    message = describe(error)
+    if json:
+        write_error(type(error).__name__, message, code, error)
+    say_error(message)
     if os.environ.get("RESHARD_DEBUG") == "1":
         traceback.print_exception(error)
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt | InterruptedRunError) else REFUSED
+    return code
+
+
+def write_error(kind: str, message: str, code: int, error: BaseException | None = None) -> None:
+    """Write the ``reshard.error/1`` document to standard output."""
+    document: dict[str, object] = {"kind": kind, "message": message, "exit_code": code}
+    if isinstance(error, ReshardError):
+        places = ((place, getattr(error, place)) for place in _PLACES)
+        document |= {place: _plain(value) for place, value in places if value is not None}
+    if isinstance(error, UnknownLayoutError):
+        document["shards"] = {
+            name: {str(rank): list(shape) for rank, shape in shapes.items()}
+            for name, shapes in error.shards.items()
+        }
+    dump({"schema": "reshard.error/1", "error": document}, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int) else str(value)
 
 
 def say_error(message: str) -> None:
-    """Write one ``error:`` line."""
+    """Write one ``error:`` line, after all that was said before."""
+    sys.stdout.flush()
     sys.stderr.write(f"error: {visible(message)}\n")
 
 

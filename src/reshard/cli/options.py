@@ -126,13 +126,33 @@ State = Annotated[
     typer.Option(
         "--state",
         metavar="STATE",
-        help="Which state: fp32, exp_avg, ... By default the first one.",
+        help="Which state: fp32, exp_avg, ... By default fp32.",
         rich_help_panel=_WHAT,
     ),
 ]
 Files = Annotated[
     bool,
     typer.Option("--files", help="Go down to byte ranges of files.", rich_help_panel=_OUTPUT),
+]
+
+Svg = Annotated[
+    str | None,
+    typer.Option("--svg", metavar="FILE", help="Draw it as SVG.", rich_help_panel=_OUTPUT),
+]
+Png = Annotated[
+    str | None,
+    typer.Option(
+        "--png", metavar="FILE", help="Draw it as PNG (needs Pillow).", rich_help_panel=_OUTPUT
+    ),
+]
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page about it: one file that needs nothing else.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 
 To = Annotated[
@@ -343,6 +363,15 @@ ReplicaPolicy = Annotated[
         rich_help_panel=_SAFETY,
     ),
 ]
+AcceptedReplicas = Annotated[
+    Replicas,
+    typer.Option(
+        "--replicas",
+        help="The policy that OUT was converted with: copies inside CKPT that differ are then no "
+        "difference, where OUT holds the first of them, or their mean.",
+        rich_help_panel=_SAFETY,
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -353,7 +382,7 @@ DryRun = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Finish a conversion that was stopped.", rich_help_panel=_SAFETY),
+    typer.Option("--resume", help="Finish a run that was stopped.", rich_help_panel=_SAFETY),
 ]
 Overwrite = Annotated[
     bool,

@@ -1,7 +1,8 @@
 """The JSON documents of ``convert`` and ``verify``.
 
 ``reshard.convert/1``
-    `source` {`path`, `format`, `topology`}, `destination`, `format`, `pointer`, `dry_run`;
+    `source` {`path`, `format`, `topology`}, `destination`, `format`, `pointer`,
+    `pointed_to` (what the pointer said before, null when the same or nothing), `dry_run`;
     `tensors` [as in ``reshard.inspect/1``], `left_out`, `kept`;
     `read_nbytes`, `compared_nbytes`, `strided_nbytes`, `write_nbytes`, `files`, `seconds`;
     `disk_nbytes`, `disk_free_nbytes`, `memory_nbytes`, `workers`;
@@ -18,13 +19,19 @@
     `values` [{`what`, `left`, `right`}];
     `replicas` [{`side`, `name`, `state`, `count`, `first`, `largest`, `files`}];
     `casts` [{`left`, `right`, `tensors`}]: element types that were compared after rounding;
-    `not_held` {state: count}: what exported weights go without, which was not compared.
+    `not_held` {state: count}: what exported weights go without, which was not compared;
+    `policy`: what was chosen for copies that differ, and `accepted`: whether exit code 0 followed.
 
-`largest` is the largest difference in value; ``"nan"`` when none can be computed.
+``reshard.annotate/1``
+    `destination`, `pointer` (null when none was written), `dry_run`, `write_nbytes`, `files`;
+    `maps` {parameter: where its map is from}.
+
+`largest` is the largest difference in value; null when none can be computed (equal values, NaN).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from reshard.cli.documents import (
@@ -36,7 +43,7 @@ from reshard.cli.documents import (
 from reshard.cli.values import plain_value
 
 if TYPE_CHECKING:
-    from reshard.api import Comparison, ConversionReport, ReplicaFinding
+    from reshard.api import AnnotationReport, Comparison, ConversionReport, ReplicaFinding
 
 
 def conversion_document(report: ConversionReport) -> Document:
@@ -53,6 +60,7 @@ def conversion_document(report: ConversionReport) -> Document:
         "destination": report.destination,
         "format": report.format,
         "pointer": report.pointer,
+        "pointed_to": report.pointed_to,
         "dry_run": report.dry_run,
         "tensors": [tensor_document(tensor) for tensor in source.tensors.values()],
         "left_out": report.left_out,
@@ -88,6 +96,19 @@ def comparison_document(found: Comparison, left: str, right: str) -> Document:
     }
 
 
+def annotation_document(report: AnnotationReport) -> Document:
+    """Return the ``reshard.annotate/1`` document."""
+    return {
+        "schema": "reshard.annotate/1",
+        "destination": report.destination,
+        "pointer": report.pointer,
+        "dry_run": report.dry_run,
+        "write_nbytes": report.nbytes,
+        "files": report.files,
+        "maps": dict(report.sources),
+    }
+
+
 def _comparison(found: Comparison) -> Document:
     return {
         "equal": found.equal,
@@ -101,7 +122,7 @@ def _comparison(found: Comparison) -> Document:
                 "tensors": total.tensors,
                 "differing": total.differing,
                 "count": total.count,
-                "largest": plain_value(total.largest),
+                "largest": _largest(total.largest),
             }
             for total in found.states
         ],
@@ -115,7 +136,7 @@ def _comparison(found: Comparison) -> Document:
                 "count": difference.count,
                 "numel": difference.numel,
                 "index": list(difference.index),
-                "largest": plain_value(difference.largest),
+                "largest": _largest(difference.largest),
             }
             for difference in found.differences
         ],
@@ -137,6 +158,10 @@ def _finding(finding: ReplicaFinding) -> Document:
         "state": finding.key[1],
         "count": finding.count,
         "first": finding.first,
-        "largest": plain_value(finding.largest),
+        "largest": _largest(finding.largest),
         "files": list(finding.files),
     }
+
+
+def _largest(value: float) -> object:
+    return None if math.isnan(value) else plain_value(value)

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from reshard.api import states_in_order
 from reshard.cli.blocks import Block, Tone, fields, lines, table
-from reshard.cli.render_inspect import tensor_table
 from reshard.cli.render_verify import difference_blocks, format_largest
-from reshard.cli.units import counted, format_bytes, format_count, format_rate, format_seconds
+from reshard.cli.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_shape,
+)
 
 if TYPE_CHECKING:
-    from reshard.api import ConversionReport
+    from reshard.api import AnnotationReport, ConversionReport
+    from reshard.formats.checkpoint import StoredTensor
 
 
 def conversion_blocks(report: ConversionReport) -> Iterator[Block]:
     """Give the blocks of a report, in reading order."""
     if report.dry_run:
-        yield tensor_table(report.source.tensors.values())
+        yield _tensor_rows(report)
         yield fields("dry run: nothing was written", _forecast(report))
     else:
         yield fields("converted", _summary(report))
@@ -27,6 +35,47 @@ def conversion_blocks(report: ConversionReport) -> Iterator[Block]:
     if report.comparison is not None:
         yield from difference_blocks(report.comparison)
         yield _verdict(report)
+
+
+def annotation_block(report: AnnotationReport) -> Block:
+    """Return what annotating did, or with ``--dry-run`` would do."""
+    return fields(
+        "dry run: nothing was written" if report.dry_run else "annotated",
+        (
+            ("to", report.destination),
+            ("pointer", report.pointer),
+            ("parameters", f"{len(report.sources)} with a map"),
+            ("maps from", ", ".join(sorted(set(report.sources.values())))),
+            (
+                "would write" if report.dry_run else "written",
+                f"{format_bytes(report.nbytes)} in {counted(report.files, 'file')}",
+            ),
+        ),
+    )
+
+
+def _tensor_rows(report: ConversionReport) -> Block:
+    """One row for each parameter, with all its states."""
+    held: dict[str, list[StoredTensor]] = {}
+    for (name, _), tensor in report.source.tensors.items():
+        held.setdefault(name, []).append(tensor)
+    return table(
+        "tensors",
+        "name shape states dtype >bytes >holders role map",
+        (
+            (
+                name,
+                format_shape(states[0].shape),
+                ",".join(states_in_order(tensor.state for tensor in states)),
+                ",".join(dict.fromkeys(str(tensor.dtype) for tensor in states)),
+                format_count(sum(tensor.nbytes for tensor in states)),
+                "/".join(dict.fromkeys(str(len(tensor.regions)) for tensor in states)),
+                states[0].role.value,
+                "; ".join(dict.fromkeys(tensor.provenance for tensor in states)),
+            )
+            for name, states in held.items()
+        ),
+    )
 
 
 def _verdict(report: ConversionReport) -> Block:
@@ -51,12 +100,20 @@ def _from_and_to(report: ConversionReport) -> Iterator[tuple[str, object]]:
     source = report.source
     yield "from", f"{source.path} ({source.format}, {source.topology})"
     yield "to", f"{report.destination} ({report.format})"
-    yield "pointer", report.pointer
+    yield "pointer", _pointer(report)
     yield "tensors", _tensors(report)
 
 
+def _pointer(report: ConversionReport) -> str | None:
+    if report.pointer is None or report.pointed_to is None:
+        return report.pointer
+    said = "names" if report.dry_run else "named"
+    until = "now" if report.dry_run else "before"
+    return f"{report.pointer} ({said} {report.pointed_to!r} {until})"
+
+
 def _tensors(report: ConversionReport) -> str:
-    states = dict.fromkeys(state for _, state in report.source.tensors)
+    states = states_in_order(state for _, state in report.source.tensors)
     said = (
         f"{format_count(len(report.source.tensors))} "
         f"({counted(len(report.source.names), 'name')}; {', '.join(states)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 from reshard.cli.blocks import Block, Tone, fields, lines, table
 from reshard.cli.units import counted, format_bytes, format_count, format_shape
 from reshard.cli.values import brief
+from reshard.geometry.notation import ranks_text
 
 if TYPE_CHECKING:
     from reshard.api import Inspection
+    from reshard.errors import UnknownLayoutError
     from reshard.formats.checkpoint import Checkpoint, SourceFile, StoredTensor
 
 _GROUP_EXTRAS = ("groups", "param_groups")
 """The extras that every format uses for the parameter groups: names, and hyperparameters."""
+_OWN_EXTRAS = ("model_files", "restore_keys")
+"""What readers keep for writers; it says nothing to a person, and ``--json`` names it."""
 _HYPERPARAMETERS_LIMIT = 400
 
 
@@ -66,6 +70,26 @@ def file_table(files: Iterable[SourceFile]) -> Block:
         "name >bytes",
         ((Path(file.path).name, format_count(file.nbytes)) for file in files),
     )
+
+
+def unknown_layouts(error: UnknownLayoutError) -> Block:
+    """Return one row for each parameter whose layout nobody states, with its shards."""
+    return table(
+        "parameters whose layout nobody states",
+        "name shard ranks",
+        (
+            (name, format_shape(shape), ranks_text(ranks))
+            for name, shards in error.shards.items()
+            for shape, ranks in _by_shape(shards).items()
+        ),
+    )
+
+
+def _by_shape(shards: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, shape in shards.items():
+        ranks.setdefault(shape, []).append(rank)
+    return ranks
 
 
 def shown_path(file: str, checkpoint: Checkpoint) -> str:
@@ -153,5 +177,5 @@ def _extra_rows(checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
     return [
         (key, brief(extra.value), shown_path(extra.file, checkpoint))
         for key, extra in checkpoint.extras.items()
-        if key not in _GROUP_EXTRAS
+        if key not in _GROUP_EXTRAS and key not in _OWN_EXTRAS
     ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.cli.blocks import Block, fields, table
+from reshard.cli.blocks import Block, fields, lines, table
 from reshard.cli.render_inspect import shown_path
 from reshard.cli.units import counted, format_count, format_shape
+from reshard.geometry.notation import NOTATION
 
 if TYPE_CHECKING:
     from reshard.api import PieceRange
@@ -25,6 +26,7 @@ def map_blocks(
     yield _header(checkpoint, tensor)
     yield _holders(checkpoint, tensor)
     yield _pieces(tensor)
+    yield lines("", (f"read {NOTATION}",))
     if ranges is not None:
         yield _ranges(checkpoint, ranges)
 

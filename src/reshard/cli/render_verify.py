@@ -17,11 +17,25 @@ _SIDES = {"left": "CKPT", "right": "OUT"}
 _ONE_SIDED = {f"only in {side}": f"only in {name}" for side, name in _SIDES.items()}
 
 
-def comparison_blocks(found: Comparison, left: str, right: str) -> Iterator[Block]:
-    """Give the blocks of a comparison; `left` and `right` are the paths of the two checkpoints."""
+def comparison_blocks(
+    found: Comparison, left: str, right: str, policy: str, *, accepted: bool
+) -> Iterator[Block]:
+    """Give the blocks of a comparison.
+
+    Parameters
+    ----------
+    found
+        The comparison.
+    left, right
+        Paths of the two checkpoints.
+    policy
+        What was chosen for copies that differ.
+    accepted
+        Whether the policy explains all that was found.
+    """
     yield from difference_blocks(found)
     yield _replicas(found)
-    yield _verdict(found, left, right)
+    yield _verdict(found, left, right, policy, accepted=accepted)
 
 
 def difference_blocks(found: Comparison) -> Iterator[Block]:
@@ -121,7 +135,7 @@ def _replicas(found: Comparison) -> Block:
     )
 
 
-def _verdict(found: Comparison, left: str, right: str) -> Block:
+def _verdict(found: Comparison, left: str, right: str, policy: str, *, accepted: bool) -> Block:
     compared = (
         f"{counted(found.tensors, 'tensor')} ({format_bytes(found.nbytes)}), "
         f"{counted(found.scalars, 'scalar')}, {counted(found.extras, 'other value')}"
@@ -129,6 +143,16 @@ def _verdict(found: Comparison, left: str, right: str) -> Block:
     if found.equal:
         rounded = " after rounding" if found.casts else ""
         return lines("", (f"equal{rounded}: {left} and {right}: {compared}",), Tone.GOOD)
+    copies = counted(len(found.replicas), "tensor")
+    if accepted:
+        said = f"accepted (--replicas {policy}): {left} and {right}: {compared}; {copies} with "
+        return lines("", (f"{said}copies that differ inside CKPT",), Tone.NOTICE)
+    if not found.differences and not found.values:
+        said = (
+            f"different: {left} and {right} agree, but {copies} with copies that differ from each "
+            "other inside one side; next: --replicas first accepts that"
+        )
+        return lines("", (said,), Tone.BAD)
     wrong = len(found.differences) + len(found.values) + len(found.replicas)
     said = f"different: {left} and {right}: {counted(wrong, 'difference')} in {compared}"
     return lines("", (said,), Tone.BAD)

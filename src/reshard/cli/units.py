@@ -1,24 +1,13 @@
-"""Numbers with units, the one place where they are written and read.
+"""Numbers with units, the one place where they are written.
 
 Theory. Sizes are powers of ten (1 MB is 1,000,000 bytes), as disks and networks count, and carry
-three significant digits; exact byte counts belong in ``--json``. Reading is more generous than
-writing: ``512MB``, ``2GiB``, ``64k`` and a bare number of bytes are all understood. A letter alone
-is decimal, so that a cap is never larger than what was meant.
+three significant digits; exact byte counts belong in ``--json``.
+Sizes are read in :mod:`reshard.api.arguments`.
 """
 
 from __future__ import annotations
 
-import re
-
-from reshard.errors import UsageError
-
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
-_FACTORS = {
-    "": 1,
-    **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgtp")},
-    **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgtp")},
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?i?)b?\s*", re.IGNORECASE)
 
 
 def format_bytes(nbytes: float) -> str:
@@ -100,29 +89,6 @@ def format_shape(shape: tuple[int, ...]) -> str:
     ('[4, 2]', '[]')
     """
     return f"[{', '.join(map(str, shape))}]"
-
-
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a size such as ``512MB`` or ``2GiB`` means.
-
-    Raises
-    ------
-    UsageError
-        The text is not a size, or is less than one byte.
-
-    Examples
-    --------
-    >>> parse_bytes("512MB"), parse_bytes("2GiB"), parse_bytes("64k"), parse_bytes("4096")
-    (512000000, 2147483648, 64000, 4096)
-    """
-    match = _SIZE.fullmatch(text)
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    nbytes = int(float(match.group(1)) * factor) if match and factor else 0
-    if nbytes < 1:
-        raise UsageError(
-            "not a size", found=repr(text), next_step="write it like 512MB, 2GiB or 1000000000"
-        )
-    return nbytes
 
 
 def _three_digits(value: float) -> str:

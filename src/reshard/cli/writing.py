@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from reshard.cli.units import parse_bytes
+from reshard.api.arguments import parse_bytes
 from reshard.errors import UsageError
 from reshard.formats.dcp.options import DEFAULT_SHARD_BYTES, TREES, DcpOptions
 from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions

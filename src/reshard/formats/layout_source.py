@@ -17,12 +17,12 @@ All objections are collected into one error, so that they can be mended in one g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
-from reshard.errors import InvalidMapError, LayoutError
+from reshard.errors import InvalidMapError, LayoutError, UnknownLayoutError
 from reshard.formats.patterns import compile_pattern, literal_name
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
@@ -165,12 +165,15 @@ class Layouts:
         The file that the sources of the checkpoint come from, for messages.
     notes
         What is taken for granted about parameters.
+    shapes
+        Parameter -> model-parallel rank -> shape of the shard, for messages.
     """
 
     sources: tuple[LayoutSource, ...] = ()
     degree: int = 1
     file: str = ""
     notes: tuple[str, ...] = ()
+    shapes: Mapping[str, Mapping[int, Shape]] = field(default_factory=dict)
 
     def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
         """The first source that knows the parameter decides."""
@@ -235,18 +238,38 @@ class Layouts:
                 "is to be accepted under `waive` in that file",
             )
 
-    def unknown(self, names: Iterable[str]) -> LayoutError:
-        """The error for parameters whose layout nobody states."""
-        missing = list(names)
+    def unknown(
+        self, shapes: Mapping[str, Mapping[int, Shape]], known: Collection[str] = ()
+    ) -> UnknownLayoutError:
+        """The error for parameters whose layout nobody states; it names all there are.
+
+        Parameters
+        ----------
+        shapes
+            Those that were met: parameter -> model-parallel rank -> shape of the shard.
+        known
+            Names that need no source.
+        """
+        settled = self.empty_names().union(known)
+        others = {
+            name: held
+            for name, held in self.shapes.items()
+            if name not in settled
+            and not self.is_expert(name)
+            and not any(source.covers(name) for source in self.sources)
+        }
+        missing = {**others, **shapes}
         reasons = dict.fromkeys(filter(None, map(self._why_not, missing)))
-        return LayoutError(
+        return UnknownLayoutError(
             f"how {len(missing)} parameters were cut over {self.degree} tensor-parallel ranks is "
             "not known",
+            shards=missing,
             file=self.file,
-            parameter=listed(missing),
+            parameter=listed(list(missing)),
             expected="an affine_map, conversion patterns, or a stated layout",
             found=listed(list(reasons)) if reasons else "none that covers them",
-            next_step="state their layout with --layout FILE",
+            next_step="state their layout with --layout FILE (docs/layouts.md); `reshard inspect` "
+            "lists all of them with the shapes of their shards",
         )
 
     def _why_not(self, name: str) -> str | None:

@@ -10,6 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+NOTATION = (
+    "F[…] → […] on r: a block of the full tensor, where it lies in the shard, and all who hold it; "
+    "[o + n×s …] starts at element o and has n steps of s elements in each dimension"
+)
+"""The notation in one line, for whoever reads a piece for the first time."""
+
 
 def block_text(offset: int, shape: Sequence[int], strides: Sequence[int]) -> str:
     """Write one side of a piece.

@@ -192,7 +192,7 @@ def _maps(
         elif name not in void and not layouts.is_expert(name):
             unknown.append(name)
     if unknown:
-        raise layouts.unknown(unknown)
+        raise layouts.unknown({name: shapes[name] for name in unknown})
     return maps
 
 

@@ -82,7 +82,9 @@ class Governor:
             if found.restore_keys:
                 self.restore_keys[name] = found.restore_keys
         if unknown:
-            raise self.layouts.unknown(unknown)
+            raise self.layouts.unknown(
+                {name: shapes[name] for name in unknown}, known=entire.union(self.experts)
+            )
         return governed
 
     def _map_of(

@@ -32,8 +32,8 @@ class FileKind(Enum):
     ZERO3_MODEL = "ZeRO-3 model states"
     OPTIMIZER = "optimizer states"
     LAYER = "pipeline layer"
-    EXPERT = "expert"
-    LEGACY_EXPERT = "expert without a layer"
+    EXPERT = "expert weights"
+    LEGACY_EXPERT = "expert weights without a layer"
     EXPERT_OPTIMIZER = "expert optimizer states"
 
 

@@ -143,7 +143,8 @@ def read_layouts(
         sources.append(OneShard())
     layouts = Layouts(tuple(sources), degree, columns[0].file)
     layouts.require_used(_names(columns))
-    return replace(layouts, notes=tuple(layouts.require_clear(parameter_shapes(columns))))
+    shapes = parameter_shapes(columns)
+    return replace(layouts, notes=tuple(layouts.require_clear(shapes)), shapes=shapes)
 
 
 def _names(columns: Sequence[ModelStates]) -> frozenset[str]:

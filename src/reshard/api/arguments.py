@@ -1,0 +1,122 @@
+"""Arguments as callers give them, made what the verbs work with.
+
+Theory. Two mistakes are made by everybody once. A text is a sequence too, so ``include="*.bias"``
+would be six patterns of one letter: one text is taken as a list of one. And sizes are thought of as
+``"2GB"``: that is understood as on the command line, a letter alone being decimal, so that a cap is
+never larger than what was meant. Anything else is refused before a file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+from reshard.errors import UsageError
+
+_FACTORS = {
+    "": 1,
+    **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgtp")},
+    **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgtp")},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?i?)b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that a size such as ``512MB`` or ``2GiB`` means.
+
+    Raises
+    ------
+    UsageError
+        The text is not a size, or is less than one byte.
+
+    Examples
+    --------
+    >>> parse_bytes("512MB"), parse_bytes("2GiB"), parse_bytes("64k"), parse_bytes("4096")
+    (512000000, 2147483648, 64000, 4096)
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    nbytes = int(float(match.group(1)) * factor) if match and factor else 0
+    if nbytes < 1:
+        raise UsageError(
+            "not a size", found=repr(text), next_step="write it like 512MB, 2GiB or 1000000000"
+        )
+    return nbytes
+
+
+def size_of(value: object) -> int:
+    """Return a number of bytes, given as a whole number or as a text.
+
+    Raises
+    ------
+    UsageError
+        It is neither.
+
+    Examples
+    --------
+    >>> size_of(4096), size_of("2GB")
+    (4096, 2000000000)
+    """
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise UsageError(
+        "max_memory is not a size",
+        expected="a whole number of bytes, or a text like '512MB'",
+        found=repr(value),
+    )
+
+
+def texts_of(what: str, value: object) -> tuple[str, ...]:
+    """Return several texts, given as such or as one.
+
+    Parameters
+    ----------
+    what
+        The argument, for the message.
+    value
+        A text, or an iterable of texts.
+
+    Raises
+    ------
+    UsageError
+        It is neither.
+
+    Examples
+    --------
+    >>> texts_of("include", "*.bias"), texts_of("include", ["a", "b"])
+    (('*.bias',), ('a', 'b'))
+    """
+    several = (value,) if isinstance(value, str) else value
+    if isinstance(several, Iterable) and not isinstance(several, bytes):
+        listed = tuple(several)
+        if all(isinstance(entry, str) for entry in listed):
+            return listed
+    raise UsageError(
+        f"{what} is not a list of texts", expected="texts, or one text", found=repr(value)
+    )
+
+
+def paths_of(what: str, value: object) -> tuple[str, ...]:
+    """Return several paths, given as such or as one.
+
+    Raises
+    ------
+    UsageError
+        It is neither.
+
+    Examples
+    --------
+    >>> paths_of("also", "node1"), paths_of("also", [])
+    (('node1',), ())
+    """
+    several = (value,) if isinstance(value, str | os.PathLike) else value
+    if isinstance(several, Iterable) and not isinstance(several, bytes):
+        listed = tuple(several)
+        if all(isinstance(entry, str | os.PathLike) for entry in listed):
+            return tuple(os.fspath(entry) for entry in listed)
+    raise UsageError(
+        f"{what} is not a list of folders", expected="paths, or one path", found=repr(value)
+    )

@@ -1,0 +1,61 @@
+"""The files that the options ``--svg``, ``--png`` and ``--html`` name.
+
+Theory. What can be refused is refused before anything is read: an ending that does not fit, a
+package that is missing. The pictures are drawn only when all of them can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.cli.pictures.files import require_ending, write_picture
+
+if TYPE_CHECKING:
+    from reshard.api import Checkpoint
+    from reshard.formats.checkpoint import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class MapPictures:
+    """Where the pictures of a map go, each None when it is not wanted."""
+
+    svg: str | None = None
+    png: str | None = None
+    html: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be drawn, before anything is read."""
+        for kind, path in self.wanted():
+            require_ending(path, f".{kind}")
+        if self.png is not None:
+            from reshard.cli.pictures.png import require_pillow
+
+            require_pillow()
+
+    def wanted(self) -> Iterator[tuple[str, str]]:
+        """Yield `(kind, path)` of every picture that is wanted."""
+        for kind in ("svg", "png", "html"):
+            path = getattr(self, kind)
+            if path is not None:
+                yield kind, path
+
+    def draw(self, checkpoint: Checkpoint, tensor: StoredTensor) -> None:
+        """Draw and write every picture that is wanted."""
+        if not any(self.wanted()):
+            return
+        from reshard.api import piece_ranges
+        from reshard.cli.pictures.map_page import map_page
+        from reshard.cli.pictures.svg import svg_document
+        from reshard.cli.pictures.tensor_scene import tensor_scene
+
+        scene = tensor_scene(tensor, f"{checkpoint.format}, {checkpoint.topology}")
+        if self.svg is not None:
+            write_picture(self.svg, svg_document(scene))
+        if self.html is not None:
+            write_picture(self.html, map_page(checkpoint, tensor, scene, piece_ranges(tensor)))
+        if self.png is not None:
+            from reshard.cli.pictures.png import png_bytes
+
+            write_picture(self.png, png_bytes(scene))
