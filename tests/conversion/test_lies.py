@@ -132,3 +132,41 @@ def test_a_foreign_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(reshard.OutputError, match="no checkpoint converter wrote"):
         reshard.convert(source, tmp_path / "mine", overwrite=True, fsync=False)
     assert (tmp_path / "mine" / "work").read_text() == "years"
+
+
+def other_masters(root: dict[str, Any]) -> None:
+    """Masters of another run: the same lengths, the same step."""
+    body = root["optimizer_state_dict"]
+    body["single_partition_of_fp32_groups"] = [
+        master.detach().roll(1) for master in body["single_partition_of_fp32_groups"]
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_masters_that_are_not_the_weights_of_the_model(stage: int, tmp_path: Path) -> None:
+    source = copy_of(case_of(stage), tmp_path)
+    rewrite(one(source, "*_optim_states.pt"), other_masters)
+    refused(source, tmp_path, "the model's own weights are not its master weights rounded")
+
+
+def test_the_user_may_choose_the_masters(tmp_path: Path) -> None:
+    source = copy_of(case_of(1), tmp_path)
+    rewrite(one(source, "*_optim_states.pt"), other_masters)
+    report = reshard.convert(source, tmp_path / "out", replicas="first", fsync=False)
+    (note,) = [note for note in report.notes if "master weights were taken" in note]
+    assert "not its master weights rounded, in" in note
+
+
+def test_an_order_that_is_stated_wrong_shows_in_the_weights(tmp_path: Path) -> None:
+    """Both `param_shapes` and the mappings of all ranks tell of another order of the buffer."""
+
+    def reverse(root: dict[str, Any]) -> None:
+        if "param_shapes" in root:
+            root["param_shapes"] = [dict(reversed(s.items())) for s in root["param_shapes"]]
+            return
+        root["optimizer_state_dict"]["param_slice_mappings"] = None
+
+    source = copy_of(case_of(1), tmp_path)
+    for path in tag_folder(source).glob("*.pt"):
+        rewrite(path, reverse)
+    refused(source, tmp_path, "the model's own weights are not its master weights rounded")

@@ -32,6 +32,7 @@ from reshard.execution.destination import check_apart, check_free, check_names, 
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import WriteOptions, lay_out
+from reshard.formats.rounded_copies import require_rounded_copies
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -187,6 +188,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         check_apart(job, final)
         check_free(final, overwrite=overwrite or resume)
         return report
+    told = require_rounded_copies(chosen, replicas)
     with naming_the_rule(chosen):
         done = execute(
             job,
@@ -200,6 +202,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         )
     seconds = time.perf_counter() - start
     report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
+    report = replace(report, notes=(*report.notes, *told))
     if not verify:
         return report
     written = open_checkpoint(final)

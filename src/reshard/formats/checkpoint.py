@@ -75,6 +75,27 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundedCopy:
+    """The start of a stored range of master weights, and the model's copy of the same elements.
+
+    Parameters
+    ----------
+    name
+        The parameter.
+    master, copy
+        Byte ranges of as many elements.
+    master_dtype, copy_dtype
+        Their element types.
+    """
+
+    name: str
+    master: Region
+    master_dtype: DType
+    copy: Region
+    copy_dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One state of one parameter, and where each of its elements is stored.
 
@@ -229,6 +250,8 @@ class Checkpoint:
         The files it is made of.
     problems
         What the reader found wrong.
+    copies
+        Where the model's own weights must be the masters rounded, for whoever reads bytes.
     """
 
     format: str
@@ -241,6 +264,7 @@ class Checkpoint:
     versions: Mapping[str, str] = field(default_factory=dict)
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
+    copies: tuple[RoundedCopy, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

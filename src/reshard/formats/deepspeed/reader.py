@@ -12,7 +12,7 @@ tensors: only holders and byte ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import CheckpointError
@@ -23,6 +23,7 @@ from reshard.formats.checkpoint import (
     Problem,
     Region,
     Role,
+    RoundedCopy,
     Scalar,
     StoredTensor,
     TensorKey,
@@ -66,6 +67,7 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
+from reshard.formats.deepspeed.unlisted import copy_of
 from reshard.formats.deepspeed.unsharded import read_unsharded, storage_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     add_unsharded_experts,
@@ -404,7 +406,22 @@ class _Reading:
             versions={"deepspeed": version} if version else {},
             files=self.inventory.source_files(),
             problems=tuple(dict.fromkeys((*self.found.problems, *self._notes()))),
+            copies=tuple(self._copies()),
         )
+
+    def _copies(self) -> Iterator[RoundedCopy]:
+        """The model's own weights beside the masters (ZeRO-3 has placeholders, experts files)."""
+        if self.stage == 3:
+            return
+        for column in self.columns:
+            weights = {name: (column.file, r) for name, r in (column.module or {}).items()}
+            for name, shards in self.found.shards.items():
+                if column.mp not in shards or name not in weights or name in self.experts.fused:
+                    continue
+                for fragment in shards[column.mp].fragments:
+                    copy = copy_of(name, fragment, *weights[name])
+                    if copy is not None:
+                        yield copy
 
     def _topology(self) -> Topology:
         autoep = self.experts.autoep

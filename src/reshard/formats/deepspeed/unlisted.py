@@ -22,20 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.formats.checkpoint import Problem
+from reshard.formats.checkpoint import Problem, Region, RoundedCopy
 from reshard.formats.deepspeed.module import ModuleTensor
 from reshard.formats.deepspeed.native_moe import NativeLayer
-from reshard.formats.deepspeed.partitions import Fragment, Part, Partitions
+from reshard.formats.deepspeed.partitions import MASTER, Fragment, Part, Partitions
 from reshard.formats.deepspeed.records import Shapes
-from reshard.formats.dtypes import DType
+from reshard.formats.rounded_copies import SAMPLE, is_rounded
 from reshard.formats.torch_archive import TensorRecord
 from reshard.layouts.builders import row_major_strides
-
-SAMPLE = 256
-"""Elements of every fragment that are compared with the weights."""
 
 Weights = Mapping[str, tuple[str, TensorRecord]]
 """Name -> file and tensor of a weight in the model's dtype."""
@@ -222,42 +217,39 @@ def is_weight_of(fragment: Fragment, path: str, record: TensorRecord, skip: int 
     skip
         Elements of the shard before the weight.
     """
+    copy = copy_of("", fragment, path, record, skip)
+    return copy is None or is_rounded(copy)
+
+
+def copy_of(
+    name: str, fragment: Fragment, path: str, record: TensorRecord, skip: int = 0
+) -> RoundedCopy | None:
+    """What the weight says about a fragment; None where it is transposed or elsewhere."""
     if record.strides != row_major_strides(record.shape) and prod(record.shape) > 1:
-        return True  # a transposed weight proves nothing
+        return None
     start = fragment.shard_start - skip
     count = min(SAMPLE, fragment.numel, prod(record.shape) - start)
     if start < 0 or count <= 0:
-        return True
-    stretch = fragment.stretch("fp32")
-    source = fragment.record("fp32").dtype
-    master = _read(stretch.region.file, stretch.region.offset, count * source.itemsize)
-    size = record.dtype.itemsize
-    weight = _read(path, record.offset + start * size, count * size)
-    return _rounded(master, source, record.dtype) == weight
+        return None
+    source, size = fragment.record(MASTER).dtype, record.dtype.itemsize
+    first = fragment.stretch(MASTER).region
+    master = Region(first.file, first.offset, count * source.itemsize)
+    weight = Region(path, record.offset + start * size, count * size)
+    return RoundedCopy(name, master, source, weight, record.dtype)
 
 
-def is_rounded(master: tuple[str, TensorRecord], weight: tuple[str, TensorRecord]) -> bool:
-    """Whether the first elements of a master, rounded to the weight's dtype, are the weight's.
-
-    Both are whole, in the same shape; what is stored transposed proves nothing.
-    """
+def whole_copy(
+    name: str, master: tuple[str, TensorRecord], weight: tuple[str, TensorRecord]
+) -> RoundedCopy | None:
+    """The same for a master that is a tensor of its own; None where either is transposed."""
     (master_file, full), (weight_file, record) = master, weight
-    if any(r.strides != row_major_strides(r.shape) for r in (full, record)):
-        return True
     count = min(SAMPLE, prod(record.shape))
-    held = _read(master_file, full.offset, count * full.dtype.itemsize)
-    expected = _read(weight_file, record.offset, count * record.dtype.itemsize)
-    return _rounded(held, full.dtype, record.dtype) == expected
-
-
-def _rounded(data: bytes, source: DType, target: DType) -> bytes:
-    if source == target:
-        return data
-    with np.errstate(all="ignore"):  # overflow to infinity is what the trainer did too
-        return np.frombuffer(data, dtype=source.numpy()).astype(target.numpy()).tobytes()
-
-
-def _read(path: str, offset: int, count: int) -> bytes:
-    with Path(path).open("rb") as file:
-        file.seek(offset)
-        return file.read(count)
+    if not count or any(r.strides != row_major_strides(r.shape) for r in (full, record)):
+        return None
+    return RoundedCopy(
+        name,
+        Region(master_file, full.offset, count * full.dtype.itemsize),
+        full.dtype,
+        Region(weight_file, record.offset, count * record.dtype.itemsize),
+        record.dtype,
+    )

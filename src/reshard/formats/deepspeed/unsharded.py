@@ -32,7 +32,8 @@ from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_sh
 from reshard.formats.deepspeed.numbered import Numbered, Shape, read_numbered
 from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
-from reshard.formats.deepspeed.unlisted import Weights, is_rounded, weights_of
+from reshard.formats.deepspeed.unlisted import Weights, weights_of, whole_copy
+from reshard.formats.rounded_copies import is_rounded
 from reshard.formats.torch_archive import TensorRecord
 
 Candidate = tuple[str, Shape]
@@ -134,7 +135,8 @@ def _require_weight(
     name: str, entry: Numbered, file: str, weight: tuple[str, TensorRecord]
 ) -> None:
     """Prove the name by the values: a master, rounded to the model's dtype, is the weight."""
-    if entry.master is not None and not is_rounded((file, entry.master), weight):
+    copy = None if entry.master is None else whole_copy(name, (file, entry.master), weight)
+    if copy is not None and not is_rounded(copy):
         raise _untold(file, f"the master that would be of {name} is not its weight")
 
 
