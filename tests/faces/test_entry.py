@@ -14,7 +14,7 @@ from reshard import __version__
 from reshard.cli import main
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("inspect", "map", "convert", "verify", "annotate")
+COMMANDS = ("inspect", "doctor", "map", "convert", "verify", "annotate")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,11 +41,13 @@ def test_help_names_every_command(arguments: tuple[str, ...]) -> None:
 
 OPTIONS = {
     "inspect": "--tensors --json --also --layout",
-    "map": "--state --files --json --also --layout",
+    "doctor": "--json --also --layout",
+    "map": "--state --files --svg --png --html --json --also --layout",
     "convert": "--to --workers --max-memory --no-fsync --include --exclude --states --dry-run "
     "--resume --overwrite --verify --json --quiet --replicas --also --layout",
-    "verify": "--json --also --layout --quiet",
-    "annotate": "--also --layout --quiet",
+    "verify": "--replicas --json --also --layout --quiet",
+    "annotate": "--dry-run --resume --overwrite --no-fsync --workers --max-memory --json --also "
+    "--layout --quiet",
 }
 
 

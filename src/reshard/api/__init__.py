@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reshard.api.annotation import AnnotationReport, annotate
     from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, default_workers
     from reshard.api.conversion import ConversionReport, convert
+    from reshard.api.diagnosis import Diagnosis, diagnose
     from reshard.api.inspection import FileSummary, InertRecord, Inspection, StateSummary, inspect
     from reshard.api.locating import (
         ElementLocation,
@@ -43,6 +44,7 @@ _HOMES = {
     "Checkpoint": "reshard.formats.checkpoint",
     "Comparison": "reshard.execution",
     "ConversionReport": "reshard.api.conversion",
+    "Diagnosis": "reshard.api.diagnosis",
     "ElementLocation": "reshard.api.locating",
     "FileSummary": "reshard.api.inspection",
     "InertRecord": "reshard.api.inspection",
@@ -55,6 +57,7 @@ _HOMES = {
     "annotate": "reshard.api.annotation",
     "convert": "reshard.api.conversion",
     "default_workers": "reshard.api.budgets",
+    "diagnose": "reshard.api.diagnosis",
     "element_location": "reshard.api.locating",
     "files_of": "reshard.api.opening",
     "find_tensor": "reshard.api.locating",
@@ -75,6 +78,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "ConversionReport",
+    "Diagnosis",
     "ElementLocation",
     "FileSummary",
     "InertRecord",
@@ -87,6 +91,7 @@ __all__ = [
     "annotate",
     "convert",
     "default_workers",
+    "diagnose",
     "element_location",
     "files_of",
     "find_tensor",

@@ -157,7 +157,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     rename
         Other names for parameters, with ``to="safetensors"``.
     dry_run
-        Report what would be done, and write nothing.
+        Report, and write nothing.
     resume
         Continue what an interrupted run of the same conversion left.
     overwrite
@@ -165,8 +165,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     verify
         Compare the output with the source afterwards.
     replicas
-        What to do where ranks that should hold the same bytes differ: ``"refuse"``, ``"first"``
-        (take the lowest rank's) or ``"mean"``.
+        Where copies differ: ``"refuse"``, ``"first"`` (the lowest rank's) or ``"mean"``.
     options
         What to choose about the output, of the type that the format takes:
         :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,

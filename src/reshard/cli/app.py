@@ -19,7 +19,8 @@ from reshard.cli.screen import wants_rich
 
 app = typer.Typer(
     name="reshard",
-    epilog="Exit codes: 0 done; 1 a comparison found differences; 2 bad usage or bad input.",
+    epilog="Exit codes: 0 done; 1 a comparison found differences, or doctor something to mend; "
+    "2 bad usage or bad input.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if wants_rich(sys.stdout) else None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -70,6 +71,24 @@ def inspect(
     reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     return commands.inspect(source, tensors=tensors, json=json)
+
+
+@app.command(short_help="Find everything that is wrong with a folder, each with the fix.")
+def doctor(
+    ckpt: options.Ckpt,
+    *,
+    also: options.Also = None,
+    layout: options.Layout = None,
+    json: options.Json = False,
+) -> int:
+    """Find everything that is wrong with a checkpoint folder, each with the fix.
+
+    Reads headers and metadata, never tensor bytes. Exit code 0 when there is nothing to mend, 1
+    when there is, 2 when CKPT is no checkpoint.
+    """
+    from reshard.cli import commands
+
+    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout), json=json)
 
 
 @app.command(name="map", short_help="Show where every element of a parameter lives.")

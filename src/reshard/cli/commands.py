@@ -20,6 +20,7 @@ from reshard.cli.pictures.drawing import MapPictures
 from reshard.cli.progress import Report, meter
 from reshard.cli.reading import ReadingFlags
 from reshard.cli.render_convert import annotation_block, conversion_blocks
+from reshard.cli.render_doctor import diagnosis_blocks
 from reshard.cli.render_inspect import file_table, inspection_blocks, unknown_layouts
 from reshard.cli.render_map import map_blocks
 from reshard.cli.render_verify import comparison_blocks
@@ -109,6 +110,16 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
     else:
         _show(inspection_blocks(inspection))
     return failure.DONE
+
+
+def doctor(source: Source, *, json: bool) -> int:
+    """Run ``reshard doctor``."""
+    found = api.diagnose(source.path, also=source.also, layout=source.layout)
+    if json:
+        documents.write(documents.diagnosis_document(found), sys.stdout)
+    else:
+        _show(diagnosis_blocks(found))
+    return failure.DONE if found.healthy else failure.DIFFERENT
 
 
 def map_(

@@ -19,21 +19,26 @@ stay, new keys may be added, sizes are whole bytes, times are seconds, and numbe
     `name`, `state`, `dtype`, `map` (that entry), `ranges` [{`holder`, `piece`, `file`, `start`,
     `stop`, `run_nbytes`, `runs`}], `piece` being its index in the holder's list.
 
+``reshard.doctor/1``
+    `path`, `healthy`; `findings` [as `problems` above; those with a `next_step` can be mended];
+    `folders` [{`path`, `whole`, `topology`, `files` [{`path`, `kind`, `dp`, `mp`, `presence`,
+    `nbytes`}]}].
+
 ``reshard.convert/1`` and ``reshard.verify/1`` are told in :mod:`reshard.cli.outcomes`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from reshard.cli.values import plain_value
 
 if TYPE_CHECKING:
-    from reshard.api import Inspection, PieceRange
-    from reshard.formats.checkpoint import Checkpoint, StoredTensor, Topology
+    from reshard.api import Diagnosis, Inspection, PieceRange
+    from reshard.formats.checkpoint import Checkpoint, Problem, StoredTensor, Topology
 
 Document = dict[str, object]
 
@@ -76,6 +81,35 @@ def inspection_document(inspection: Inspection) -> Document:
         ],
         "problems": problem_documents(checkpoint),
         "tensors": [tensor_document(tensor) for tensor in inspection.listed],
+    }
+
+
+def diagnosis_document(found: Diagnosis) -> Document:
+    """Return the ``reshard.doctor/1`` document."""
+    return {
+        "schema": "reshard.doctor/1",
+        "path": found.path,
+        "healthy": found.healthy,
+        "findings": _problems(found.findings),
+        "folders": [
+            {
+                "path": path,
+                "whole": survey.whole,
+                "topology": None if survey.topology is None else topology_document(survey.topology),
+                "files": [
+                    {
+                        "path": file.file,
+                        "kind": file.kind,
+                        "dp": file.dp,
+                        "mp": file.mp,
+                        "presence": file.presence.value,
+                        "nbytes": file.nbytes,
+                    }
+                    for file in survey.files
+                ],
+            }
+            for path, survey in found.folders
+        ],
     }
 
 
@@ -132,6 +166,10 @@ def topology_document(topology: Topology) -> Document:
 
 def problem_documents(checkpoint: Checkpoint) -> list[Document]:
     """Return what the reader found wrong."""
+    return _problems(checkpoint.problems)
+
+
+def _problems(problems: Iterable[Problem]) -> list[Document]:
     return [
         {
             "what": problem.what,
@@ -139,7 +177,7 @@ def problem_documents(checkpoint: Checkpoint) -> list[Document]:
             "parameter": problem.parameter,
             "next_step": problem.next_step,
         }
-        for problem in checkpoint.problems
+        for problem in problems
     ]
 
 

@@ -20,6 +20,7 @@ from reshard.formats.dcp.reader import DcpReading, is_dcp, open_dcp
 from reshard.formats.dcp.writer import lay_out_dcp
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
+from reshard.formats.deepspeed.survey import survey_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.folders import TagFolder, resolve_folder
@@ -28,8 +29,10 @@ from reshard.formats.safetensors.options import SafetensorsOptions
 from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
 from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
+from reshard.formats.survey import Survey
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
+from reshard.formats.universal.survey import survey_universal
 from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
 
 Laid = tuple[Checkpoint, Target]
@@ -99,12 +102,15 @@ class Format:
         The reader.
     writer
         The writer, None when the format is read only.
+    survey
+        Opens every file by itself and collects what is wrong, None where only the reader knows.
     """
 
     name: str
     recognises: Callable[[TagFolder], bool]
     read: Callable[[TagFolder, StatedLayouts | None, ReadOptions | None], Checkpoint]
     writer: Writer[Any] | None = None
+    survey: Callable[[TagFolder], Survey] | None = None
 
 
 def _is_universal(folder: TagFolder) -> bool:
@@ -197,9 +203,14 @@ FORMATS: Mapping[str, Format] = {
             _is_universal,
             _open_universal,
             Writer(UniversalOptions, _lay_out_universal, UniversalOptions()),
+            survey_universal,
         ),
         Format(
-            "deepspeed", _is_deepspeed, _open_deepspeed, Writer(NativeOptions, _lay_out_deepspeed)
+            "deepspeed",
+            _is_deepspeed,
+            _open_deepspeed,
+            Writer(NativeOptions, _lay_out_deepspeed),
+            survey_deepspeed,
         ),
         Format(
             "safetensors",
@@ -250,6 +261,20 @@ def open_checkpoint(
         expected=f"one of {', '.join(FORMATS)}",
         next_step="name the tag folder itself",
     )
+
+
+def survey(folder: TagFolder) -> Survey:
+    """Open every file of a tag folder by itself, and collect all that is wrong.
+
+    Parameters
+    ----------
+    folder
+        The tag folder, and where its other ranks are.
+    """
+    for entry in FORMATS.values():
+        if entry.recognises(folder):
+            return Survey() if entry.survey is None else entry.survey(folder)
+    return Survey()
 
 
 def annotated(

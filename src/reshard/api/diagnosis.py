@@ -1,0 +1,200 @@
+"""Everything that is wrong with a folder, each with what to do about it.
+
+Theory. The other verbs refuse at the first fault; this one is asked for all of them. It looks in
+turn at the pointer files, at every file by itself and the grid of ranks (a *survey*), at what
+interrupted runs left, and, if all files are whole, at what the reader of the format finds. What
+stops one of these does not stop the others, and bytes of tensors are never read. A finding that can
+be mended has a fix; what is only good to know has none, and does not make a folder unhealthy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.api.arguments import paths_of
+from reshard.api.leftovers import leftovers
+from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.errors import CheckpointError, MissingFileError, ReshardError
+from reshard.formats import registry
+from reshard.formats.checkpoint import Problem
+from reshard.formats.folders import POINTERS, TagFolder, holds_checkpoint, resolve_folder
+from reshard.formats.survey import Survey, problem_of
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `diagnose` found.
+
+    Parameters
+    ----------
+    path
+        The folder that was given.
+    folders
+        The tag folders that were looked at, with what lies in each.
+    findings
+        All that is wrong or notable; those with a ``next_step`` can be mended.
+    """
+
+    path: str
+    folders: tuple[tuple[str, Survey], ...]
+    findings: tuple[Problem, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is nothing to mend."""
+        return not any(finding.next_step for finding in self.findings)
+
+
+def diagnose(
+    path: AnyPath, *, also: Sequence[AnyPath] | AnyPath = (), layout: AnyPath | None = None
+) -> Diagnosis:
+    """Collect everything that is wrong with a checkpoint folder, tensor bytes unread.
+
+    Parameters
+    ----------
+    path, also, layout
+        As for :func:`~reshard.api.open_checkpoint`.
+
+    Raises
+    ------
+    MissingFileError, CheckpointError
+        There is no checkpoint at all. What is wrong with one is no error: it is in the result.
+    """
+    given = Path(os.fspath(path)).absolute()
+    if not given.exists():
+        raise MissingFileError("no such file or folder", file=given, next_step="check the path")
+    folder = given if given.is_dir() else given.parent
+    others = paths_of("also", also)
+    pointers, tags = _tag_folders(folder)
+    if not tags:
+        resolve_folder(folder, others)  # says what is there instead
+        raise CheckpointError("no checkpoint here", file=folder, next_step="check the path")
+    findings = list(pointers)
+    surveys = []
+    for tag in tags:
+        resolved = resolve_folder(tag, others)
+        survey = registry.survey(resolved)
+        surveys.append((str(tag), survey))
+        findings += _in_folder(resolved, survey, others, layout)
+    findings += leftovers((folder, folder.parent, *tags))
+    return Diagnosis(str(folder), tuple(surveys), tuple(dict.fromkeys(findings)))
+
+
+# --------------------------------------------------------------------------- pointers
+
+
+def _tag_folders(folder: Path) -> tuple[list[Problem], list[Path]]:
+    """What is wrong with the pointer files, and the tag folders to look at."""
+    if holds_checkpoint(folder):
+        return list(_pointers_beside(folder)), [folder]
+    findings: list[Problem] = []
+    named: list[Path] = []
+    for pointer in POINTERS:
+        if (folder / pointer).exists():
+            try:
+                named.append(resolve_pointer(folder, pointer))
+            except ReshardError as error:
+                findings.append(_pointer_problem(error, folder, pointer))
+    tags = _tags_in(folder)
+    if not findings and not named and tags:
+        findings.append(_no_pointer(folder, tags))
+    return findings, list(dict.fromkeys(named)) or tags
+
+
+def resolve_pointer(folder: Path, pointer: str) -> Path:
+    """Return the folder that one pointer file names.
+
+    Raises
+    ------
+    ReshardError
+        It names none that holds a checkpoint.
+    """
+    text = (folder / pointer).read_bytes()[:4096].decode("utf-8", "backslashreplace").strip()
+    if not text or Path(text).name != text or text in (".", ".."):
+        raise CheckpointError(
+            "the pointer file does not hold one folder name",
+            file=folder / pointer,
+            found=repr(text[:40]),
+        )
+    if not (folder / text).is_dir() or not holds_checkpoint(folder / text):
+        raise MissingFileError(
+            f"the pointer file names no folder with a checkpoint: {text!r}", file=folder / pointer
+        )
+    return folder / text
+
+
+def _pointer_problem(error: ReshardError, folder: Path, pointer: str) -> Problem:
+    tags = [tag.name for tag in _tags_in(folder)]
+    fix = f"write one of these names into it: {', '.join(tags)}" if tags else "remove it"
+    return Problem(problem_of(error).what, str(folder / pointer), next_step=fix)
+
+
+def _no_pointer(folder: Path, tags: Sequence[Path]) -> Problem:
+    names = ", ".join(tag.name for tag in tags)
+    return Problem(
+        f"no pointer file, so nothing says which of these folders is the newest: {names}",
+        str(folder),
+        next_step=f"write its name into {folder / POINTERS[0]}, or name the folder itself",
+    )
+
+
+def _pointers_beside(tag: Path) -> Iterator[Problem]:
+    """Pointer files beside a tag folder that lead nowhere."""
+    for pointer in POINTERS:
+        if (tag.parent / pointer).is_file():
+            try:
+                resolve_pointer(tag.parent, pointer)
+            except ReshardError as error:
+                yield _pointer_problem(error, tag.parent, pointer)
+
+
+def _tags_in(folder: Path) -> list[Path]:
+    return [
+        Path(entry.path)
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+        if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
+    ]
+
+
+# --------------------------------------------------------------------------- one tag folder
+
+
+def _in_folder(
+    folder: TagFolder, survey: Survey, also: Sequence[str], layout: AnyPath | None
+) -> Iterator[Problem]:
+    stated = layout is not None
+    yield from (found for found in survey.problems if not (stated and _is_layout(found, survey)))
+    yield from _idle(folder, survey, also)
+    if not survey.whole:
+        yield Problem(
+            "layouts, shapes and lengths were not compared: that needs every file",
+            str(folder.path),
+        )
+        return
+    if not survey.states_layouts and not stated:
+        return  # the reader could say no more
+    try:
+        checkpoint = open_checkpoint(folder.path, also=also, layout=layout)
+    except ReshardError as error:
+        yield problem_of(error, str(folder.path))
+    else:
+        yield from checkpoint.problems
+
+
+def _is_layout(problem: Problem, survey: Survey) -> bool:
+    """Whether a problem is that nobody states layouts; it is the last one of a survey."""
+    return not survey.states_layouts and problem is survey.problems[-1]
+
+
+def _idle(folder: TagFolder, survey: Survey, also: Sequence[str]) -> Iterator[Problem]:
+    used = {Path(file.file).parent for file in survey.files}
+    for given, place in zip(also, folder.also, strict=True):
+        if place not in used and survey.files:
+            yield Problem(
+                "--also names a folder that adds nothing: no file in it is read",
+                str(Path(given).absolute()),
+                next_step="check the path, or leave it out",
+            )

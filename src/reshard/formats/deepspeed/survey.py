@@ -1,0 +1,287 @@
+"""A survey of a native DeepSpeed folder: every file by itself, then the grid of ranks.
+
+Theory. As for the reader, the grid is what the model-state files *state*. Here they may contradict
+each other, so what most of them state counts, and the others are what is wrong. Then every cell of
+the grid is looked for, and every file that lies outside it is left over from another run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from reshard.formats.checkpoint import Topology
+from reshard.formats.deepspeed.names import (
+    FileKind,
+    FileName,
+    model_file_name,
+    optimizer_file_name,
+    parse_file_name,
+    zero3_model_file_name,
+)
+from reshard.formats.deepspeed.rank_files import MOST_RANKS
+from reshard.formats.deepspeed.records import ModelStates, read_model_states
+from reshard.formats.folders import TagFolder
+from reshard.formats.survey import Findings, Presence, RankFile, Survey
+from reshard.formats.torch_archive import Archive
+
+_MODELS = (FileKind.MODEL, FileKind.ZERO3_MODEL)
+_GRID = (*_MODELS, FileKind.OPTIMIZER)
+_MOVE = "move it away: it is left over from another run"
+_COPY = "copy it from the node that wrote it, or name that folder with --also"
+_STATE = "state them with --layout FILE (docs/layouts.md); reshard annotate writes them in for good"
+SHOWN = 6
+
+Cell = tuple[int, int]
+Stated = TypeVar("Stated", bound=Hashable)
+
+
+def survey_deepspeed(folder: TagFolder) -> Survey:
+    """Open every file of a native folder, and collect what is wrong."""
+    return _Survey(folder).result()
+
+
+class _Survey:
+    """One survey under way."""
+
+    def __init__(self, folder: TagFolder) -> None:
+        self.folder = folder
+        self.findings = Findings()
+        self.paths: dict[FileName, Path] = {}
+        self.models: dict[FileName, ModelStates] = {}
+        self.damaged: set[FileName] = set()
+        self.whole = True
+
+    def result(self) -> Survey:
+        """Look at everything."""
+        self._list()
+        for name, path in self.paths.items():
+            self._open(name, path)
+        dp, pp, tp = self._degrees()
+        self._require_one_step()
+        missing, stale = self._grid(dp, pp * tp)
+        self.whole &= not (missing or stale or self.damaged)
+        layouts = tp == 1 or not self.models or any(m.info for m in self.models.values())
+        if not layouts:
+            self.findings.add(
+                f"the files do not say how parameters are cut over {tp} tensor-parallel ranks",
+                next(iter(self.models.values())).file,
+                _STATE,
+            )
+        return Survey(
+            (*self._present(stale), *self._missed(missing)),
+            tuple(self.findings.problems),
+            Topology(self._stage(), dp, tp, pp) if self.models else None,
+            whole=self.whole,
+            states_layouts=layouts,
+        )
+
+    # ----- file by file
+
+    def _list(self) -> None:
+        for name, places in self.folder.listing().items():
+            parsed = parse_file_name(name)
+            if parsed is None:
+                continue
+            if len({path.stat().st_size for path in places}) > 1:
+                self._wrong(
+                    f"two folders hold a {name} of different sizes",
+                    " and ".join(map(str, places)),
+                    "move the stale one away",
+                )
+            if parsed in self.paths:
+                self._wrong(
+                    f"two files claim to be of the same rank ({self.paths[parsed].name})",
+                    places[0],
+                    "move the one that is left over from another run away",
+                )
+            else:
+                self.paths[parsed] = places[0]
+
+    def _wrong(self, what: str, file: object, fix: str) -> None:
+        self.findings.add(what, file, fix)
+        self.whole = False
+
+    def _open(self, name: FileName, path: Path) -> None:
+        if name.kind in _MODELS:
+            model = self.findings.opened(path, lambda at: read_model_states(at, name.dp, name.mp))
+            archive = None if model is None else model.archive
+            if model is not None:
+                self.models[name] = model
+                self.findings.inside(model.archive)
+        else:
+            archive = self.findings.archive(path)
+        if archive is None:
+            self.damaged.add(name)
+        else:
+            self._require_own_name(name, archive)
+
+    def _require_own_name(self, name: FileName, archive: Archive) -> None:
+        carried = parse_file_name(f"{archive.name}.pt")
+        if carried is not None and carried != name:
+            self._wrong(
+                f"a file carries the name of another rank ({archive.name}.pt)",
+                archive.path,
+                "it was renamed or copied over another; give it back its name",
+            )
+
+    # ----- together
+
+    def _degrees(self) -> tuple[int, int, int]:
+        """Data, pipeline and tensor degree that most files state; names tell it without them."""
+        if not self.models:
+            if not self.damaged & {name for name in self.paths if name.kind in _MODELS}:
+                self._wrong("there is no model-state file", self.folder.path, _COPY)
+            self.whole = False
+            return self._named_degrees()
+        stated = {
+            model.file: (model.dp_world_size or 1, model.mp_world_size or 1, model.degrees)
+            for model in self.models.values()
+        }
+        dp, mp, split = self._most(stated, "other degrees (dp, mp) than the other files")
+        if split is not None and split.pp * split.tp == mp:
+            return dp, split.pp, split.tp
+        layers = Counter(name.layer for name in self.paths if name.kind is FileKind.LAYER)
+        tp = max(layers.values(), default=mp)
+        return (dp, mp // tp, tp) if mp % tp == 0 else (dp, 1, mp)
+
+    def _named_degrees(self) -> tuple[int, int, int]:
+        named = [name for name in self.paths if name.kind in _GRID]
+        dp = max((name.dp + 1 for name in named), default=1)
+        return dp, 1, max((name.mp + 1 for name in named), default=1)
+
+    def _require_one_step(self) -> None:
+        roots = ((model.file, model.archive.root) for model in self.models.values())
+        steps = {
+            file: root.get("global_steps") for file, root in roots if isinstance(root, Mapping)
+        }
+        hashable = {file: step for file, step in steps.items() if isinstance(step, Hashable)}
+        if hashable:
+            self._most(hashable, "another step (global_steps) than the other files")
+
+    def _most(self, stated: Mapping[str, Stated], what: str) -> Stated:
+        """What most files state; each of the others is a problem."""
+        counted = Counter(stated.values())
+        (most, number), *others = counted.most_common()
+        if others and others[0][1] == number:
+            said = "; ".join(f"{Path(file).name}: {_said(value)}" for file, value in stated.items())
+            self._wrong(f"files state {what}: {said}", self.folder.path, _MOVE)
+            return most
+        for file, value in stated.items():
+            if value != most:
+                self._wrong(
+                    f"the file states {what} (expected {_said(most)}, found {_said(value)})",
+                    file,
+                    _MOVE,
+                )
+        return most
+
+    # ----- the grid
+
+    def _grid(self, dp: int, mp: int) -> tuple[dict[FileKind, list[Cell]], set[FileName]]:
+        """Cells without a file, and files outside the grid."""
+        if dp * mp > MOST_RANKS:
+            self._wrong("the files state more ranks than any run has", self.folder.path, _MOVE)
+            return {}, set()
+        held = {kind: self._cells(kind) for kind in _GRID}
+        every = [(d, m) for d in range(dp) for m in range(mp)]
+        wanted: dict[FileKind, list[Cell]] = {FileKind.OPTIMIZER: every}
+        if not held[FileKind.OPTIMIZER]:
+            wanted.pop(FileKind.OPTIMIZER)  # by right or not: the reader knows
+        if held[FileKind.ZERO3_MODEL] and not held[FileKind.MODEL]:
+            wanted[FileKind.ZERO3_MODEL] = every
+        elif held[FileKind.MODEL] and not held[FileKind.ZERO3_MODEL]:
+            wanted[FileKind.MODEL] = [(0, m) for m in range(mp)]
+        elif held[FileKind.MODEL]:
+            self._wrong(
+                "model-state files of ZeRO-3 and of another stage lie in one folder",
+                self.folder.path,
+                "one set is left over from another run; move it away",
+            )
+        missing = {
+            kind: [cell for cell in cells if cell not in held[kind]]
+            for kind, cells in wanted.items()
+        }
+        stale = {
+            name
+            for kind, cells in wanted.items()
+            for cell, name in held[kind].items()
+            if cell not in set(cells)
+        }
+        self._tell_grid({kind: cells for kind, cells in missing.items() if cells}, stale, wanted)
+        return missing if any(missing.values()) else {}, stale
+
+    def _tell_grid(
+        self,
+        missing: Mapping[FileKind, list[Cell]],
+        stale: Iterable[FileName],
+        wanted: Mapping[FileKind, list[Cell]],
+    ) -> None:
+        for kind, cells in missing.items():
+            self._wrong(
+                f"{len(cells)} of {len(wanted[kind])} files of {kind.value} missing: "
+                + _listed([_file_of(kind, cell) for cell in cells]),
+                self.folder.path,
+                _COPY,
+            )
+        for name in sorted(stale):
+            self._wrong(
+                f"a file of a rank that this checkpoint does not have (dp {name.dp}, mp {name.mp})",
+                self.paths[name],
+                _MOVE,
+            )
+
+    def _cells(self, kind: FileKind) -> dict[Cell, FileName]:
+        return {(name.dp, name.mp): name for name in self.paths if name.kind is kind}
+
+    def _present(self, stale: set[FileName]) -> Iterable[RankFile]:
+        for name, path in sorted(self.paths.items(), key=lambda entry: _order(entry[0])):
+            presence = (
+                Presence.DAMAGED
+                if name in self.damaged
+                else Presence.STALE
+                if name in stale
+                else Presence.PRESENT
+            )
+            on_grid = name.kind in _GRID
+            yield RankFile(
+                name.kind.value,
+                name.dp if on_grid and name.kind is not FileKind.MODEL else None,
+                name.mp if on_grid else None,
+                presence,
+                str(path),
+                path.stat().st_size,
+            )
+
+    def _missed(self, missing: Mapping[FileKind, list[Cell]]) -> Iterable[RankFile]:
+        for kind, cells in missing.items():
+            for dp, mp in cells:
+                file = str(self.folder.path / _file_of(kind, (dp, mp)))
+                rank = None if kind is FileKind.MODEL else dp
+                yield RankFile(kind.value, rank, mp, Presence.MISSING, file)
+
+    def _stage(self) -> int | None:
+        return 3 if any(name.kind is FileKind.ZERO3_MODEL for name in self.paths) else None
+
+
+def _order(name: FileName) -> tuple[str, int, int, int, int]:
+    return name.kind.value, name.layer, name.expert, name.dp, name.mp
+
+
+def _file_of(kind: FileKind, cell: Cell) -> str:
+    dp, mp = cell
+    if kind is FileKind.MODEL:
+        return model_file_name(mp)
+    return (zero3_model_file_name if kind is FileKind.ZERO3_MODEL else optimizer_file_name)(dp, mp)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _said(value: object) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return ", ".join(str(part) for part in parts if part is not None)
