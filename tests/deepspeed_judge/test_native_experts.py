@@ -112,8 +112,7 @@ def test_ep2_to_ep4_to_ep1_and_back_is_equal(trained: Callable[[str], Run], tmp_
         ]
     ):
         source = converted(source, tmp_path / str(number), **step)
-        assert compared(folder, source).differences == ()
-    assert compared(folder, source).equal
+        assert compared(folder, source).equal
 
 
 def test_experts_that_cannot_be_spread_are_refused(trained: Callable[[str], Run]) -> None:
