@@ -92,6 +92,11 @@ WHOLE: dict[str, list[Cell]] = {
         {"stage": 2, "dp": 2, "tp": 2},
         {"stage": 3, "dp": 2, "tp": 1},
     ],
+    "golden/llama_z1_tp4_empty_shards": [
+        {"stage": 1, "dp": 1, "tp": 4},
+        {"stage": 1, "dp": 2, "tp": 2},
+        {"stage": 3, "dp": 4},
+    ],
     "golden/llama_z1_tp2_frozen": TENSOR,
     "golden/llama_z3_tp2dp2_frozen": TENSOR,
     "0.19.8/plain_sched_z1_dp2": ZERO,

@@ -75,7 +75,8 @@ def optimizer_tree(
     else:
         body = _flat_body(own, stage, settings, states, masters)
         body["ds_version"] = head["ds_version"]
-        body["param_slice_mappings"] = [_mapping(part) for _, part in own]
+        names = next((bank.experts.local_names for bank in banks if bank.experts), {})
+        body["param_slice_mappings"] = [_mapping(part, names) for _, part in own]
     return {"optimizer_state_dict": body, **head}
 
 
@@ -101,9 +102,10 @@ def _flat_body(
     }
 
 
-def _mapping(part: FlatPartition) -> OrderedDict[str, FragmentAddress]:
+def _mapping(part: FlatPartition, names: Mapping[str, str]) -> OrderedDict[str, FragmentAddress]:
     return OrderedDict(
-        (window.name, FragmentAddress.of(window.numel, window.start)) for window in part.windows
+        (names.get(window.name, window.name), FragmentAddress.of(window.numel, window.start))
+        for window in part.windows
     )
 
 
