@@ -21,8 +21,9 @@ POINTERS = ("latest", "latest_universal")
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 """Ends of the names of files of weights."""
 
-DCP_INDEX = ".metadata"
-"""The file that makes a folder a distributed checkpoint of PyTorch."""
+DCP_INDEXES = (".metadata", ".metadata.tmp")
+"""Ends of the names of files that make a folder a distributed checkpoint of PyTorch: the index, of
+all ranks or of one, and the index before the save was finished."""
 
 POINTER_LIMIT = 4096
 """A pointer file holds one folder name; more bytes than this are not a pointer."""
@@ -65,9 +66,7 @@ class TagFolder:
 def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder directly holds checkpoint files (`.pt` files, `zero/`, or a DCP index)."""
     names = [entry.name for entry in os.scandir(folder)]
-    return (
-        "zero" in names or DCP_INDEX in names or any(name.endswith("_states.pt") for name in names)
-    )
+    return "zero" in names or any(name.endswith(("_states.pt", *DCP_INDEXES)) for name in names)
 
 
 def holds_weights(folder: Path) -> bool:

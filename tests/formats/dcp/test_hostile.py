@@ -216,6 +216,25 @@ class TestFiles:
         assert refusal(folder).startswith("4 bytes follow the end of the pickle: CKPT/.metadata")
 
 
+class TestIndexes:
+    def test_a_save_that_did_not_finish(self, folder: Path) -> None:
+        (folder / ".metadata").rename(folder / ".metadata.tmp")
+        assert refusal(folder) == (
+            "the save did not finish: its index still has its temporary name: CKPT/.metadata.tmp; "
+            "next: take another checkpoint"
+        )
+
+    def test_an_index_of_each_rank(self, folder: Path) -> None:
+        (folder / ".metadata").rename(folder / "__0.metadata")
+        assert refusal(folder).startswith(
+            "the ranks saved an index each, and none says what the whole is: CKPT/__0.metadata; "
+        )
+
+    def test_data_files_alone(self, folder: Path) -> None:
+        (folder / ".metadata").unlink()
+        assert refusal(folder).startswith("no checkpoint here: neither checkpoint files nor a ")
+
+
 class Evil:
     """Runs a command where it is unpickled."""
 

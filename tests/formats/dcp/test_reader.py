@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role
@@ -167,6 +168,17 @@ def test_a_parameter_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     assert caught.value.what == (
         "no place in the tree has the tensors of all parameters of the optimizer"
     )
+
+
+def test_properties_with_strides_as_later_torch_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 2.13, the state of `TensorProperties` has a sixth field."""
+    plain: Any = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*plain(self), (1,)))
+    model, nested = state_dicts(*trained())
+    checkpoint = opened(save({"model": model, "optim": nested}, tmp_path / "ckpt"))
+    assert torch.equal(elements(checkpoint.tensors["norm.bias", "fp32"]), model["norm.bias"])
 
 
 def test_groups_as_one_object_as_torch_2_3_wrote_them(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ KNOWN = frozenset(
 """The classes and functions that a ``.metadata`` file may name."""
 
 _STRIDED = "torch.strided"
+_STATE_LENGTHS = (5, 6)
+"""Fields in the state of ``TensorProperties``."""
 
 
 def read_index(path: FilePath) -> Index:
@@ -146,10 +148,17 @@ def _chunk(cursor: Cursor, dims: int) -> Chunk:
 
 
 def _dtype(name: str, cursor: Cursor) -> DType:
-    """The element type, from the state tuple of ``TensorProperties``."""
+    """The element type, from the state tuple of ``TensorProperties``.
+
+    Versions after 2.13 add strides, which each archive states for itself.
+    """
     value = cursor.value
     state = value.state if isinstance(value, ObjectRecord) else None
-    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], DType):
+    if (
+        not isinstance(state, tuple)
+        or len(state) not in _STATE_LENGTHS
+        or not isinstance(state[0], DType)
+    ):
         raise cursor.unexpected("(dtype, layout, requires_grad, memory format, pin_memory)")
     layout = state[1]
     word = layout.args[0] if isinstance(layout, ObjectRecord) and layout.args else None

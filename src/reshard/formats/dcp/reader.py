@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError, UnsupportedError, UsageError
 from reshard.formats.checkpoint import (
     Checkpoint,
     Extra,
@@ -45,7 +45,7 @@ from reshard.formats.dcp.tree import (
     read_nested,
     refuse_numbered,
 )
-from reshard.formats.folders import TagFolder
+from reshard.formats.folders import DCP_INDEXES, TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import read_scalar, short_repr
@@ -72,7 +72,7 @@ class DcpReading:
 
 def is_dcp(folder: TagFolder) -> bool:
     """Whether a folder is a distributed checkpoint."""
-    return (folder.path / METADATA).is_file()
+    return any(name.endswith(DCP_INDEXES) for name in folder.listing())
 
 
 def open_dcp(folder: TagFolder, reading: DcpReading | None = None) -> Checkpoint:
@@ -96,9 +96,29 @@ def open_dcp(folder: TagFolder, reading: DcpReading | None = None) -> Checkpoint
             file=folder.path,
             next_step="copy the data files of all nodes into it, and leave --also out",
         )
+    _require_index(folder)
     index = read_index(folder.path / METADATA)
     with DataFiles(folder.path, index) as files:
         return _Reading(folder, index, files, reading or DcpReading()).checkpoint()
+
+
+def _require_index(folder: TagFolder) -> None:
+    """Refuse a folder that has no index of all ranks, saying what it has instead."""
+    names = folder.listing()
+    if METADATA in names:
+        return
+    unfinished = next((name for name in names if name.endswith(f"{METADATA}.tmp")), None)
+    if unfinished is not None:
+        raise CheckpointError(
+            "the save did not finish: its index still has its temporary name",
+            file=folder.path / unfinished,
+            next_step="take another checkpoint",
+        )
+    raise UnsupportedError(
+        "the ranks saved an index each, and none says what the whole is",
+        file=folder.path / next(name for name in names if name.endswith(METADATA)),
+        next_step="load it in torch and save it with collectives (use_collectives=True)",
+    )
 
 
 @dataclass(slots=True)
