@@ -54,6 +54,7 @@ def inspect(
     ckpt: options.Ckpt,
     *,
     tensors: options.Tensors = None,
+    html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
     json: options.Json = False,
@@ -65,7 +66,7 @@ def inspect(
     from reshard.cli import commands
 
     source = commands.Source(ckpt, tuple(also or ()), layout)
-    return commands.inspect(source, tensors=tensors, json=json)
+    return commands.inspect(source, tensors=tensors, html=html, json=json)
 
 
 @app.command(short_help="Find everything that is wrong with a folder, each with the fix.")
@@ -140,6 +141,7 @@ def convert(
     max_memory: options.MaxMemory = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    html: options.PlanHtml = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -181,6 +183,7 @@ def convert(
                 drop_in=drop_in,
             ),
         ),
+        html=html,
         json=json,
         quiet=quiet,
     )
