@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -51,9 +52,10 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured run: wall seconds and peak bytes of the process tree."""
+    """One measured run: wall and CPU seconds, and peak bytes of the process tree."""
 
     seconds: float
+    cpu: float
     peak: int
 
 
@@ -111,14 +113,17 @@ def measure(command: list[str], names: dict[str, str] | None = None) -> Run:
     errors: list[bytes] = []
     reader = threading.Thread(target=lambda: errors.append(process.stderr.read()))  # type: ignore[union-attr]
     reader.start()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     while process.poll() is None:
         peak = max(peak, sum(resident(pid) for pid in children(process.pid)))
         time.sleep(SAMPLE_SECONDS)
     seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     reader.join()
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{errors[0].decode()[-3000:]}")
-    return Run(seconds, peak)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(seconds, cpu, peak)
 
 
 def idle() -> int:
@@ -212,6 +217,7 @@ def rounds(case: str, size: str, root: Path, repeat: int, names: list[str]) -> d
 def summary(case: str, source: Path, found: dict[str, list[Run]], base: int) -> dict[str, object]:
     """Medians, ratios and peaks of one case."""
     seconds = {name: statistics.median(r.seconds for r in runs) for name, runs in found.items()}
+    cpu = {name: statistics.median(r.cpu for r in runs) for name, runs in found.items()}
     peaks = {name: max(r.peak for r in runs) - base for name, runs in found.items()}
 
     def ratio(over: str, under: str) -> float | None:
@@ -221,6 +227,7 @@ def summary(case: str, source: Path, found: dict[str, list[Run]], base: int) -> 
         "case": case,
         "source_bytes": sum(path.stat().st_size for path in source.rglob("*.pt")),
         "seconds": seconds,
+        "cpu_seconds": cpu,
         "all_seconds": {name: [run.seconds for run in runs] for name, runs in found.items()},
         "peak_bytes_above_idle": peaks,
         "no_fsync_over_cp": ratio("reshard --no-fsync", "cp -r"),
@@ -233,8 +240,10 @@ def summary(case: str, source: Path, found: dict[str, list[Run]], base: int) -> 
 def line(found: dict[str, object]) -> str:
     """One case for a reader."""
     seconds, peaks = found["seconds"], found["peak_bytes_above_idle"]
+    cpu = found["cpu_seconds"]
     parts = [
-        f"{name} {seconds[name]:.2f} s ({max(peaks[name], 0) / 1e6:.0f} MB)"  # type: ignore[index]
+        f"{name} {seconds[name]:.2f} s "  # type: ignore[index]
+        f"(CPU {cpu[name]:.2f} s, {max(peaks[name], 0) / 1e6:.0f} MB)"  # type: ignore[index]
         for name in seconds  # type: ignore[attr-defined]
     ]
     ratios = [

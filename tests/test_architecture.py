@@ -27,7 +27,7 @@ LAYERS = ("errors", "geometry", "layouts", "formats", "planning", "execution", "
 FACES = {"__init__": "cli", "__main__": "cli"}
 """The package's own front doors stand on top."""
 
-CONCRETE_FORMATS = {"deepspeed", "universal"}
+CONCRETE_FORMATS = {"dcp", "deepspeed", "safetensors", "universal"}
 """Formats proper; each is read and written without the others."""
 
 FORMAT_TOOLS = {"torch_archive"}

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from scripts.deepspeed_lab.engine import make_engine, run_steps
+from scripts.deepspeed_lab.fsdp import resume_fsdp, train_fsdp
 from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
 from scripts.deepspeed_lab.native_resumes import (
     resume_mixture_natively,
@@ -26,12 +27,14 @@ __all__ = [
     "convert_with_deepspeed",
     "hang",
     "resume",
+    "resume_fsdp",
     "resume_mixture",
     "resume_mixture_natively",
     "resume_pipeline",
     "resume_pipeline_natively",
     "save_large",
     "train",
+    "train_fsdp",
     "train_mixture",
     "train_pipeline",
 ]

@@ -50,6 +50,17 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharded:
+    """What an FSDP2 run held when it was saved or had loaded, and its next three losses."""
+
+    full: States
+    """Full states of every trained parameter."""
+    model: dict[str, torch.Tensor]
+    """Everything in the model's state dict: frozen parameters, buffers and tied names as well."""
+    losses: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Piped:
     """What a pipeline held when it was saved or had loaded, and its next three losses."""
 

@@ -35,7 +35,7 @@ from reshard.errors import (
 )
 
 if TYPE_CHECKING:
-    from reshard.api import convert, open_checkpoint, verify
+    from reshard.api import convert, open_checkpoint, read, verify
     from reshard.formats.deepspeed.info_entry import deepspeed_info
     from reshard.geometry import AffinePiece, ParamAffineMap, TransferPlan, compose, trace_map
     from reshard.layouts.builders import (
@@ -63,6 +63,7 @@ _HOMES = {
     "deepspeed_info": "reshard.formats.deepspeed.info_entry",
     "trace_map": "reshard.geometry",
     "open_checkpoint": "reshard.api",
+    "read": "reshard.api",
     "convert": "reshard.api",
     "verify": "reshard.api",
 }
@@ -97,6 +98,7 @@ __all__ = [
     "deepspeed_info",
     "expert_map",
     "open_checkpoint",
+    "read",
     "replicated_map",
     "segmented_map",
     "sub_param_map",

@@ -170,3 +170,13 @@ def test_an_order_that_is_stated_wrong_shows_in_the_weights(tmp_path: Path) -> N
     for path in tag_folder(source).glob("*.pt"):
         rewrite(path, reverse)
     refused(source, tmp_path, "the model's own weights are not its master weights rounded")
+
+
+def test_a_client_state_that_differs_by_rank_is_told(tmp_path: Path) -> None:
+    source = copy_of(case_of(3), tmp_path)
+    first, second = sorted(tag_folder(source).glob("zero_pp_rank_*_model_states.pt"))[:2]
+    rewrite(first, lambda root: root.update(seen=0, same=[1.0]))
+    rewrite(second, lambda root: root.update(seen=1, same=[1.0]))
+    (told,) = [p for p in reshard.open_checkpoint(source).problems if "client state" in p.what]
+    assert told.what.endswith("differs from that of rank 0, which is taken: seen")
+    assert told.file == str(second)

@@ -8,17 +8,19 @@ must be the same: exactly on the same topology, else within the noise of re-orde
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import reshard
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.registry import open_checkpoint
 from scripts.deepspeed_lab.results import Mixed
 from scripts.deepspeed_lab.topologies import MixRecipe
 from tests.deepspeed_judge.judge import SEED, Judge, differences
-from tests.formats.native.sources import compared, converted
+from tests.formats.native.sources import compared, content, converted
 
 pytestmark = pytest.mark.deepspeed
 
@@ -41,6 +43,10 @@ PAIRS: list[tuple[str, MixRecipe]] = [
     ("ep2 data first bf16", SOURCES["ep2 data first bf16"]),
     ("ep2 data first bf16", MixRecipe(world=4, ep=4, dtype="bf16", data_first=True)),
     ("ep2 folded tp2", MixRecipe(world=4, ep=4)),
+    ("native ep2", SOURCES["native ep2"]),
+    ("native ep2", MixRecipe(world=4, ep=4, native=True)),
+    ("native ep2", MixRecipe(world=2, ep=1, stage=2, native=True)),
+    ("native ep2", MixRecipe(world=4, ep=2, native=True)),
 ]
 
 Run = tuple[Mixed, Path]
@@ -82,8 +88,17 @@ def test_deepspeed_loads_experts_and_goes_on(
         {name: {"weight": held} for name, held in run.weights.items()} for run in (before, after)
     ]
     assert differences(*weights) == []
-    apart = max(abs(one - other) for one, other in zip(before.losses, after.losses, strict=True))
-    assert apart <= (0.0 if target == SOURCES[source] else 1e-3 if target.dtype == "bf16" else 5e-6)
+    limit = 0.0 if target == SOURCES[source] else 1e-3 if target.dtype == "bf16" else 5e-6
+    if target.native and target.world != SOURCES[source].world:
+        # the balance loss is of each rank's own rows; DeepSpeed says itself how much that does
+        recipe = replace(SOURCES[source], world=target.world)
+        anew = judge.lab.run("train_mixture", recipe, tmp_path / "n", SEED, world=recipe.world)
+        limit = 3 * spread(before.losses, anew.losses)
+    assert spread(before.losses, after.losses) <= limit
+
+
+def spread(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def test_ep2_to_ep4_to_ep1_and_back_is_equal(trained: Callable[[str], Run], tmp_path: Path) -> None:
@@ -97,8 +112,7 @@ def test_ep2_to_ep4_to_ep1_and_back_is_equal(trained: Callable[[str], Run], tmp_
         ]
     ):
         source = converted(source, tmp_path / str(number), **step)
-        assert compared(folder, source).differences == ()
-    assert compared(folder, source).equal
+        assert compared(folder, source).equal
 
 
 def test_experts_that_cannot_be_spread_are_refused(trained: Callable[[str], Run]) -> None:
@@ -108,5 +122,19 @@ def test_experts_that_cannot_be_spread_are_refused(trained: Callable[[str], Run]
     with pytest.raises(UnsupportedError, match="with one tensor rank only"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=1, dp=2, tp=2))
     native = open_checkpoint(trained("native ep2")[1])
-    with pytest.raises(UnsupportedError, match=r"own MoE layers .* universal instead"):
-        lay_out_deepspeed(native, tag="t", options=NativeOptions(stage=1, dp=2, ep=2))
+    with pytest.raises(UnsupportedError, match=r"own MoE layers .* under which DeepSpeed trains"):
+        lay_out_deepspeed(native, tag="t", options=NativeOptions(stage=3, dp=2, ep=2))
+
+
+def test_native_experts_there_and_back_are_equal(
+    trained: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """Over a universal folder too; the optimizer files are DeepSpeed's own in the end."""
+    _, folder = trained("native ep2")
+    four = converted(folder, tmp_path / "4", stage=2, dp=4, ep=4)
+    reshard.convert(four, tmp_path / "u" / "step3_universal", fsync=False)
+    back = converted(tmp_path / "u" / "step3_universal", tmp_path / "2", stage=1, dp=2, ep=2)
+    for source in (four, tmp_path / "u" / "step3_universal", back):
+        assert compared(folder, source).equal
+    for path in sorted((folder / "step3").glob("*.pt")):
+        assert content(back / "step3" / path.name) == content(path), path.name

@@ -227,3 +227,9 @@ def test_a_target_element_without_a_source_is_named() -> None:
 def test_a_plan_that_does_not_prove_says_why(segments: list[Segment], said: str) -> None:
     with pytest.raises(CompositionError, match=said):
         TransferPlan({0: (8,)}, {0: (8,)}, segments, {}).verify()
+
+
+def test_a_target_that_writes_an_element_twice_is_refused_before_it_is_planned() -> None:
+    twice = ParamAffineMap((8,), {0: (8,)}, {0: [run(0, 8, 0, 0), run(0, 4, 4, 0)]})
+    with pytest.raises(CompositionError, match="writes an element of a shard twice"):
+        compose(twice, halves())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         states_in_order,
     )
     from reshard.api.opening import AnyPath, files_of, open_checkpoint
+    from reshard.api.reading import read
     from reshard.api.replicas import accepts
     from reshard.api.selection import select
     from reshard.api.verification import verify
@@ -63,6 +64,7 @@ _HOMES = {
     "inspect": "reshard.api.inspection",
     "open_checkpoint": "reshard.api.opening",
     "piece_ranges": "reshard.api.locating",
+    "read": "reshard.api.reading",
     "select": "reshard.api.selection",
     "states_in_order": "reshard.api.locating",
     "verify": "reshard.api.verification",
@@ -96,6 +98,7 @@ __all__ = [
     "inspect",
     "open_checkpoint",
     "piece_ranges",
+    "read",
     "select",
     "states_in_order",
     "verify",

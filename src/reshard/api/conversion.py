@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reshard.api.arguments import size_of
+from reshard.api.arguments import paths_of, size_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.pointing import pointed_to
 from reshard.api.replicas import naming_the_rule
 from reshard.api.selection import select
+from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
+    Report,
     TensorDifference,
-    compare,
     disk_needed,
     execute,
     sizes_for,
@@ -31,8 +33,10 @@ from reshard.execution import (
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import WriteOptions, lay_out
+from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
+from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
+from reshard.formats.safetensors.options import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -122,6 +126,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     include: Sequence[str] | str = (),
     exclude: Sequence[str] | str = (),
     states: Sequence[str] | str = (),
+    trainable: bool = False,
+    rename: Renaming | None = None,
     dry_run: bool = False,
     resume: bool = False,
     overwrite: bool = False,
@@ -129,6 +135,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas: str = "refuse",
     also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
     options: WriteOptions | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -136,7 +143,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
 
     Parameters
     ----------
-    source, also, layout
+    source, also, layout, reading
         As for :func:`~reshard.api.open_checkpoint`.
     destination
         The folder to write. It appears complete or not at all.
@@ -148,10 +155,12 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         Hard cap on the buffers of all workers together: bytes, or a text like ``"2GB"``.
     fsync
         Whether the output is on the disk for good before it gets its name.
-    include, exclude, states
-        As for :func:`~reshard.api.select`.
+    include, exclude, states, trainable
+        As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
+    rename
+        Other names for parameters, with ``to="safetensors"``.
     dry_run
-        Report what would be done, and write nothing.
+        Report, and write nothing.
     resume
         Continue what an interrupted run of the same conversion left.
     overwrite
@@ -159,37 +168,33 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     verify
         Compare the output with the source afterwards.
     replicas
-        What to do where ranks that should hold the same bytes differ: ``"refuse"``, ``"first"``
-        (take the lowest rank's) or ``"mean"``.
+        Where copies differ: ``"refuse"``, ``"first"`` (the lowest rank's) or ``"mean"``.
     options
         What to choose about the output, of the type that the format takes:
-        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``. None for
-        the defaults of the format; ``"deepspeed"`` has none.
+        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,
+        :class:`~reshard.formats.safetensors.options.SafetensorsOptions` for ``to="safetensors"``.
+        None for the defaults of the format; ``"deepspeed"`` has none.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
 
     Raises
     ------
     ReshardError
-        The input is not whole and sound, or cannot be converted exactly, or the destination cannot
-        be written; nothing that looks like a result is left behind.
+        It cannot be read, converted exactly or written; nothing like a result is left behind.
     """
     start = time.perf_counter()
     memory = size_of(max_memory)
-    final = resolved(destination)
-    whole = open_checkpoint(source, also=also, layout=layout)
-    chosen = select(whole, include=include, exclude=exclude, states=states)
-    if isinstance(options, NativeOptions) and layout is not None:
-        options = replace(options, layouts=read_stated_layouts(layout))
-    carried, target = lay_out(chosen, to=to, tag=final.name, options=options)
+    final, states = resolved(destination), states or writer_of(to).states
+    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
+    chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
+    chosen = _renamed(chosen, rename, to)
+    complete = _completed(options, paths_of("also", also), layout)
+    carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
-    left_out = len(whole.tensors) - len(chosen.tensors)
-    report = _forecast(chosen, job, final, left_out, threads, memory)
+    report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
     if dry_run:
-        check_names(job)
-        check_apart(job, final)
-        check_free(final, overwrite=overwrite or resume)
+        _check(job, final, overwrite=overwrite or resume)
         return report
     told = require_rounded_copies(chosen, replicas)
     with naming_the_rule(chosen):
@@ -204,22 +209,63 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
             progress=progress,
         )
     seconds = time.perf_counter() - start
-    report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
-    report = replace(report, notes=(*report.notes, *told))
+    report = _done(report, done, seconds, told)
     if not verify:
         return report
-    written = open_checkpoint(final)
-    found = compare(chosen, written, workers=threads, max_memory=memory, progress=progress)
+    pair = comparable(chosen, open_checkpoint(final))
+    found = pair.compared(workers=threads, max_memory=memory, progress=progress)
     return replace(report, comparison=found)
 
 
+def _done(
+    report: ConversionReport, done: Report, seconds: float, told: tuple[str, ...]
+) -> ConversionReport:
+    return replace(
+        report,
+        dry_run=False,
+        kept=done.kept,
+        seconds=seconds,
+        drift=done.replicas,
+        notes=(*report.notes, *told),
+    )
+
+
+def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
+    """Make the checks of the destination that a run makes first."""
+    check_names(job)
+    check_apart(job, final)
+    check_free(final, overwrite=overwrite)
+
+
+def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint:
+    if not rename:
+        return chosen
+    if not writer_of(to).takes_names:
+        raise UsageError(
+            f"the format {to!r} keeps the names of parameters",
+            next_step="leave --rename out, or write with --to safetensors",
+        )
+    return renamed(chosen, rename)
+
+
+def _completed(
+    options: WriteOptions | None, also: Sequence[str], layout: AnyPath | None
+) -> WriteOptions | None:
+    """The options with what the call says elsewhere: layouts, and folders to look in."""
+    if isinstance(options, NativeOptions) and layout is not None:
+        return replace(options, layouts=read_stated_layouts(layout))
+    if isinstance(options, SafetensorsOptions) and also:
+        return replace(options, beside=(*options.beside, *also))
+    return options
+
+
 def _forecast(
-    chosen: Checkpoint, job: Plan, final: Path, left_out: int, workers: int, max_memory: int
+    chosen: Checkpoint, job: Plan, final: Path, whole: int, workers: int, max_memory: int
 ) -> ConversionReport:
     sizes = sizes_for(max_memory, workers)
     return ConversionReport(
         source=chosen,
-        left_out=left_out,
+        left_out=whole - len(chosen.tensors),
         format=job.format,
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,

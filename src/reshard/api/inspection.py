@@ -15,6 +15,7 @@ from reshard.api.locating import states_in_order
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import matches, require_match
 from reshard.formats.checkpoint import Checkpoint, Role, StoredTensor
+from reshard.formats.registry import ReadOptions
 from reshard.formats.torch_archive import ObjectRecord
 
 
@@ -84,12 +85,13 @@ def inspect(
     tensors: str | None = None,
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
 ) -> Inspection:
     """Open a checkpoint and sum up what it holds.
 
     Parameters
     ----------
-    path, also, layout
+    path, also, layout, reading
         As for :func:`open_checkpoint`.
     tensors
         Glob pattern of the parameters to list one by one.
@@ -99,7 +101,7 @@ def inspect(
     ReshardError
         As :func:`open_checkpoint`; :class:`UsageError` when the pattern matches nothing.
     """
-    checkpoint = open_checkpoint(path, also=also, layout=layout)
+    checkpoint = open_checkpoint(path, also=also, layout=layout, reading=reading)
     if tensors is not None:
         require_match(tensors, checkpoint.names)
     listed = tuple(

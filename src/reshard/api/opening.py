@@ -11,12 +11,17 @@ from reshard.api.arguments import paths_of
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, Problem, SourceFile
 from reshard.formats.folders import resolve_folder
+from reshard.formats.registry import ReadOptions
 
 AnyPath = str | PathLike[str]
 
 
 def open_checkpoint(
-    path: AnyPath, *, also: Sequence[AnyPath] | AnyPath = (), layout: AnyPath | None = None
+    path: AnyPath,
+    *,
+    also: Sequence[AnyPath] | AnyPath = (),
+    layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format; headers and metadata are read, never tensor bytes.
 
@@ -28,6 +33,9 @@ def open_checkpoint(
         Further folders that hold ranks of the same checkpoint.
     layout
         A file of rules that say how parameters are cut, for a checkpoint that does not say so.
+    reading
+        What else its files leave open, of the type that its format takes:
+        :class:`~reshard.formats.dcp.reader.DcpReading`.
 
     Raises
     ------
@@ -35,7 +43,9 @@ def open_checkpoint(
         The input is not a whole and sound checkpoint; the subclass and the text say why.
     """
     folders = paths_of("also", also)
-    checkpoint = registry.open_checkpoint(fspath(path), also=folders, layout=layout)
+    checkpoint = registry.open_checkpoint(
+        fspath(path), also=folders, layout=layout, reading=reading
+    )
     idle = tuple(idle_folders(checkpoint, folders))
     if not idle:
         return checkpoint

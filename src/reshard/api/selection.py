@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from reshard.api.arguments import texts_of
 from reshard.errors import UsageError
-from reshard.formats.checkpoint import Checkpoint, Extra, TensorKey
+from reshard.formats.checkpoint import Checkpoint, Extra, Role, StoredTensor, TensorKey
 
 GROUPS = "groups"
 """The extra that names the parameters of each group, in every format."""
@@ -27,6 +27,7 @@ def select(
     include: Sequence[str] | str = (),
     exclude: Sequence[str] | str = (),
     states: Sequence[str] | str = (),
+    trainable: bool = False,
 ) -> Checkpoint:
     """Return the checkpoint narrowed to some parameters and states.
 
@@ -40,6 +41,8 @@ def select(
         `exclude`.
     states
         States to keep, tensors and scalars alike; all when empty.
+    trainable
+        Keep only the parameters that are trained: no frozen ones, and no buffers.
 
     One text stands for a list of one.
 
@@ -54,6 +57,8 @@ def select(
         require_match(pattern, (*checkpoint.names, *checkpoint.aliases))
     _require_states(checkpoint, states)
     kept = _kept_names(checkpoint, include, exclude)
+    if trainable:
+        kept &= {tensor.name for tensor in checkpoint.tensors.values() if _is_trained(tensor)}
 
     def keeps(key: TensorKey) -> bool:
         return key[0] in kept and (not states or key[1] in states)
@@ -62,7 +67,7 @@ def select(
     if not tensors:
         raise UsageError(
             "nothing is selected",
-            found="no tensor that --include, --exclude and --states leave",
+            found="no tensor that --include, --exclude, --states and --trainable leave",
             next_step="reshard inspect --tensors '*' lists the names and states",
         )
     aliases = {
@@ -77,6 +82,10 @@ def select(
         aliases=aliases,
         extras=_kept_extras(checkpoint.extras, kept),
     )
+
+
+def _is_trained(tensor: StoredTensor) -> bool:
+    return tensor.role is Role.PARAMETER
 
 
 def _kept_extras(extras: Mapping[str, Extra], kept: frozenset[str]) -> Mapping[str, Extra]:

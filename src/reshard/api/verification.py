@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from reshard.api.arguments import size_of
+from reshard.api.arguments import size_of, texts_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
-from reshard.execution import Comparison, compare
+from reshard.execution import Comparison
+from reshard.formats.checkpoint import Checkpoint, TensorKey
+from reshard.formats.registry import ReadOptions
+from reshard.formats.renaming import Renaming, renamed
 
 
 def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the command
@@ -17,23 +22,32 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     *,
     also: Sequence[AnyPath] | AnyPath = (),
     layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
     include: Sequence[str] | str = (),
     exclude: Sequence[str] | str = (),
     states: Sequence[str] | str = (),
+    trainable: bool = False,
+    rename: Renaming | None = None,
     workers: int | None = None,
     max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two checkpoints bit for bit: every state of every tensor, every scalar and extra.
 
+    Where one side is an export (safetensors), what it holds is compared: the states that it leaves
+    out are listed in `not_held`, and weights in another element type are compared in that type.
+
     Parameters
     ----------
     source, destination
         The two checkpoints; each as for :func:`~reshard.api.open_checkpoint`.
-    also, layout
+    also, layout, reading
         For the source, as for :func:`~reshard.api.open_checkpoint`.
-    include, exclude, states
-        Compare only what they select on both sides, as for :func:`~reshard.api.convert`.
+    include, exclude, states, trainable
+        Compare only what they select of the source, as for :func:`~reshard.api.convert`, and the
+        same names and states of the other side.
+    rename
+        Other names that the destination has for parameters of the source.
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
@@ -48,17 +62,30 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         the result, whose ``equal`` says whether there are any.
     """
     memory = size_of(max_memory)
-    left, right = (
-        select(side, include=include, exclude=exclude, states=states)
-        for side in (
-            open_checkpoint(source, also=also, layout=layout),
-            open_checkpoint(destination),
-        )
-    )
-    return compare(
-        left,
-        right,
+    states = texts_of("states", states)
+    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
+    left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
+    right = open_checkpoint(destination)
+    if rename:
+        left = renamed(left, rename)
+    if include or exclude or states or trainable:
+        right = _narrowed_to(right, left, states)
+    return comparable(left, right).compared(
         workers=workers if workers is not None else default_workers(),
         max_memory=memory,
         progress=progress,
+    )
+
+
+def _narrowed_to(right: Checkpoint, left: Checkpoint, states: Sequence[str]) -> Checkpoint:
+    """What the destination holds of the names that were chosen of the source, and the states."""
+    names = {*left.names, *left.aliases}
+
+    def keeps(key: TensorKey) -> bool:
+        return key[0] in names and (not states or key[1] in states)
+
+    return replace(
+        right,
+        tensors={key: tensor for key, tensor in right.tensors.items() if keeps(key)},
+        scalars={key: scalar for key, scalar in right.scalars.items() if keeps(key)},
     )

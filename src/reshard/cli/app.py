@@ -57,6 +57,9 @@ def inspect(
     html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Show what a checkpoint holds: files, topology, tensors, states, problems.
@@ -64,8 +67,10 @@ def inspect(
     Reads headers and metadata, never tensor bytes.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     return commands.inspect(source, tensors=tensors, html=html, json=json)
 
 
@@ -75,6 +80,9 @@ def doctor(
     *,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Find everything that is wrong with a checkpoint folder, each with the fix.
@@ -83,8 +91,10 @@ def doctor(
     when there is, 2 when CKPT is no checkpoint.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout), json=json)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout, reading), json=json)
 
 
 @app.command(name="map", short_help="Show where every element of a parameter lives.")
@@ -99,13 +109,18 @@ def map_(
     html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Show where every element of one parameter lives, as text and as a picture."""
     from reshard.cli import commands
     from reshard.cli.pictures.drawing import MapPictures
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
     pictures = MapPictures(svg, png, html)
     return commands.map_(source, name, pictures, state=state, files=files, json=json)
 
@@ -128,9 +143,15 @@ def convert(
     sub_group_size: options.SubGroupSize = None,
     dtype: options.Dtype = None,
     drop_in: options.DropIn = False,
+    max_shard_size: options.MaxShardSize = None,
+    tied_weights: options.TiedNames = None,
+    rename: options.Rename = None,
+    rename_table: options.RenameTable = None,
+    dcp_tree: options.DcpTree = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
+    trainable: options.Trainable = False,
     replicas: options.ReplicaPolicy = options.Replicas.REFUSE,
     dry_run: options.DryRun = False,
     resume: options.Resume = False,
@@ -142,6 +163,9 @@ def convert(
     also: options.Also = None,
     layout: options.Layout = None,
     html: options.PlanHtml = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -150,16 +174,23 @@ def convert(
     OUT appears under its name when it is complete, and not before.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
     from reshard.cli.writing import WritingFlags
 
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     return commands.convert(
-        commands.Source(ckpt, tuple(also or ()), layout),
+        commands.Source(ckpt, tuple(also or ()), layout, reading),
         out,
         commands.Conversion(
             to=to,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            states=tuple(states or ()),
+            selection=commands.Selection(
+                tuple(include or ()),
+                tuple(exclude or ()),
+                tuple(states or ()),
+                trainable,
+                tuple(rename or ()),
+                rename_table,
+            ),
             replicas=replicas.value,
             dry_run=dry_run,
             resume=resume,
@@ -181,6 +212,9 @@ def convert(
                 sub_group_size=sub_group_size,
                 dtype=tuple(dtype or ()),
                 drop_in=drop_in,
+                max_shard_size=max_shard_size,
+                tied_weights=tied_weights.value if tied_weights else None,
+                dcp_tree=dcp_tree,
             ),
         ),
         html=html,
@@ -197,20 +231,37 @@ def verify(
     include: options.Include = None,
     exclude: options.Exclude = None,
     states: options.States = None,
+    trainable: options.Trainable = False,
+    rename: options.Rename = None,
+    rename_table: options.RenameTable = None,
     replicas: options.AcceptedReplicas = options.Replicas.REFUSE,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
     """Prove that two checkpoints hold the same tensors, for every state and scalar.
 
     Formats and topologies may differ. When the tensors do, exit code 1 and the first differences.
+    Weights for serving (safetensors) are compared in their element type, and what such a folder
+    cannot hold is listed, not counted.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    source = commands.Source(ckpt, tuple(also or ()), layout)
-    selection = commands.Selection(tuple(include or ()), tuple(exclude or ()), tuple(states or ()))
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
+    selection = commands.Selection(
+        tuple(include or ()),
+        tuple(exclude or ()),
+        tuple(states or ()),
+        trainable,
+        tuple(rename or ()),
+        rename_table,
+    )
     return commands.verify(source, out, selection, replicas=replicas.value, json=json, quiet=quiet)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard import api
 from reshard.cli import documents, failure, outcomes
@@ -19,6 +19,7 @@ from reshard.cli.blocks import Block, fields
 from reshard.cli.pictures.drawing import MapPictures, draw_inspection, draw_plan
 from reshard.cli.pictures.files import require_ending
 from reshard.cli.progress import Report, meter
+from reshard.cli.reading import ReadingFlags
 from reshard.cli.render_convert import annotation_block, conversion_blocks
 from reshard.cli.render_doctor import diagnosis_blocks
 from reshard.cli.render_inspect import file_table, inspection_blocks, unknown_layouts
@@ -27,6 +28,7 @@ from reshard.cli.render_verify import comparison_blocks
 from reshard.cli.screen import show
 from reshard.cli.writing import WritingFlags, write_options
 from reshard.errors import ReshardError, UnknownLayoutError, UsageError
+from reshard.formats.renaming import Renaming, renaming_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +38,29 @@ class Source:
     path: str
     also: tuple[str, ...] = ()
     layout: str | None = None
+    reading: ReadingFlags = field(default_factory=ReadingFlags)
 
     def open(self) -> api.Checkpoint:
         """Open it."""
-        return api.open_checkpoint(self.path, also=self.also, layout=self.layout)
+        return api.open_checkpoint(
+            self.path, also=self.also, layout=self.layout, reading=self.reading.options()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The options that narrow what is compared, as given."""
+    """The options that say what is carried or compared, and under which names, as given."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    trainable: bool = False
+    rename: tuple[str, ...] = ()
+    rename_table: str | None = None
+
+    def renaming(self) -> Renaming:
+        """Return the renaming, which may be empty."""
+        return renaming_of(self.rename, self.rename_table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +68,7 @@ class Conversion:
     """The options of ``reshard convert``, as given; ``max_memory`` still as text."""
 
     to: str
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    states: tuple[str, ...]
+    selection: Selection
     replicas: str
     dry_run: bool
     resume: bool
@@ -88,16 +98,20 @@ def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool
         require_ending(html, ".html")
     try:
         inspection = api.inspect(
-            source.path, tensors=tensors, also=source.also, layout=source.layout
+            source.path,
+            tensors=tensors,
+            also=source.also,
+            layout=source.layout,
+            reading=source.reading.options(),
         )
     except ReshardError as error:
         if html is not None:
-            draw_inspection(html, source.path, source.also, source.layout, error)
+            _draw(html, source, error)
         if not json and not isinstance(error, UsageError):
             _show(_what_there_is(source, error))
         raise
     if html is not None:
-        draw_inspection(html, source.path, source.also, source.layout, inspection)
+        _draw(html, source, inspection)
     if json:
         documents.write(documents.inspection_document(inspection), sys.stdout)
     else:
@@ -105,9 +119,16 @@ def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool
     return failure.DONE
 
 
+def _draw(html: str, source: Source, found: api.Inspection | ReshardError) -> None:
+    options = source.reading.options()
+    draw_inspection(html, source.path, source.also, source.layout, options, found)
+
+
 def doctor(source: Source, *, json: bool) -> int:
     """Run ``reshard doctor``."""
-    found = api.diagnose(source.path, also=source.also, layout=source.layout)
+    found = api.diagnose(
+        source.path, also=source.also, layout=source.layout, reading=source.reading.options()
+    )
     if json:
         documents.write(documents.diagnosis_document(found), sys.stdout)
     else:
@@ -170,9 +191,11 @@ def _converted(
         workers=options.workers,
         max_memory=_cap(options.max_memory),
         fsync=options.fsync,
-        include=options.include,
-        exclude=options.exclude,
-        states=_listed(options.states),
+        include=options.selection.include,
+        exclude=options.selection.exclude,
+        states=_listed(options.selection.states),
+        trainable=options.selection.trainable,
+        rename=options.selection.renaming(),
         dry_run=options.dry_run,
         resume=options.resume,
         overwrite=options.overwrite,
@@ -180,6 +203,7 @@ def _converted(
         replicas=options.replicas,
         also=source.also,
         layout=source.layout,
+        reading=source.reading.options(),
         options=write_options(options.to, options.writing),
         progress=progress,
     )
@@ -195,9 +219,12 @@ def verify(
             out,
             also=source.also,
             layout=source.layout,
+            reading=source.reading.options(),
             include=selection.include,
             exclude=selection.exclude,
             states=_listed(selection.states),
+            trainable=selection.trainable,
+            rename=selection.renaming(),
             progress=progress,
         )
     accepted = api.accepts(found, replicas)

@@ -17,7 +17,16 @@ _WHAT = "What to carry"
 _SAFETY = "Safety"
 _BUDGETS = "Budgets"
 _OUTPUT = "Output"
+_FILES = "Files to write"
 _TOPOLOGY = "Topology to write for (--to deepspeed)"
+_WEIGHTS = "Weights to serve (--to safetensors)"
+
+
+class TiedWeights(str, Enum):
+    """What becomes of names that are the same parameter as another."""
+
+    DROP = "drop"
+    KEEP = "keep"
 
 
 class Replicas(str, Enum):
@@ -76,6 +85,33 @@ Layout = Annotated[
     ),
 ]
 
+ModelKey = Annotated[
+    str | None,
+    typer.Option(
+        "--model-key",
+        metavar="KEY",
+        help="Where the model is in the tree of a DCP folder, keys joined by dots; '' is the root.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+OptimizerKey = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer-key",
+        metavar="KEY",
+        help="Where the optimizer is in the tree of a DCP folder.",
+        rich_help_panel=_SOURCE,
+    ),
+]
+Frozen = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--frozen",
+        metavar="GLOB",
+        help="Tensors of a DCP folder that are frozen parameters and not buffers. Repeatable.",
+        rich_help_panel=_SOURCE,
+    ),
+]
 Tensors = Annotated[
     str | None,
     typer.Option(
@@ -228,10 +264,59 @@ Dtype = Annotated[
     list[str] | None,
     typer.Option(
         "--dtype",
-        metavar="DTYPE",
-        help="Element type of the model weights: float32, bfloat16 or float16. "
-        "As in the source by default; masters and optimizer states keep theirs.",
-        rich_help_panel=_TOPOLOGY,
+        metavar="[GLOB=]DTYPE",
+        help="Element type of the model's weights: bf16, fp16, fp32, for safetensors also "
+        "fp8_e4m3 and fp8_e5m2. As the model was trained by default. For safetensors GLOB=DTYPE is "
+        "for the names that match. Repeatable; the last that matches counts.",
+        rich_help_panel=_WHAT,
+    ),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Largest data file, like 5GB, which is the default for weights (DCP: 4GiB).",
+        rich_help_panel=_FILES,
+    ),
+]
+TiedNames = Annotated[
+    TiedWeights | None,
+    typer.Option(
+        "--tied-weights",
+        help="Drop tied names, or write them twice. By default they are dropped where a "
+        "config.json beside CKPT says tie_word_embeddings.",
+        rich_help_panel=_WEIGHTS,
+        show_default=False,
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="OLD=NEW",
+        help="Replace the first match of the regular expression OLD in every name by NEW. "
+        "Repeatable, in order.",
+        rich_help_panel=_WEIGHTS,
+    ),
+]
+RenameTable = Annotated[
+    str | None,
+    typer.Option(
+        "--rename-table",
+        metavar="FILE",
+        help='A JSON file {"OLD": "NEW", ...} of whole names.',
+        rich_help_panel=_WEIGHTS,
+    ),
+]
+DcpTree = Annotated[
+    str | None,
+    typer.Option(
+        "--dcp-tree",
+        metavar="NAME",
+        help="Where a DCP folder keeps things: get_state_dict (under model and optim, the "
+        "default) or torchtitan (model at the root, flattened optimizer).",
+        rich_help_panel=_FILES,
     ),
 ]
 DropIn = Annotated[
@@ -267,6 +352,14 @@ States = Annotated[
         "--states",
         metavar="STATE,...",
         help="Carry only these states (fp32: the weights alone). Repeatable.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Trainable = Annotated[
+    bool,
+    typer.Option(
+        "--trainable",
+        help="Carry only the parameters that are trained: no frozen ones, no buffers.",
         rich_help_panel=_WHAT,
     ),
 ]

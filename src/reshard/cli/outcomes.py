@@ -18,6 +18,8 @@
     `largest`}];
     `values` [{`what`, `left`, `right`}];
     `replicas` [{`side`, `name`, `state`, `count`, `first`, `largest`, `files`}];
+    `casts` [{`left`, `right`, `tensors`}]: element types that were compared after rounding;
+    `not_held` {state: count}: what exported weights go without, which was not compared;
     `policy`: what was chosen for copies that differ, and `accepted`: whether exit code 0 followed.
 
 ``reshard.annotate/1``
@@ -142,6 +144,11 @@ def _comparison(found: Comparison) -> Document:
             {"what": value.what, "left": value.left, "right": value.right} for value in found.values
         ],
         "replicas": [{"side": side, **_finding(finding)} for side, finding in found.replicas],
+        "casts": [
+            {"left": left, "right": right, "tensors": count}
+            for (left, right), count in found.casts.items()
+        ],
+        "not_held": dict(found.not_held),
     }
 
 

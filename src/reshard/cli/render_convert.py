@@ -89,7 +89,10 @@ def _verdict(report: ConversionReport) -> Block:
             f"in the source; taken: {report.replicas}"
         )
         return lines("", (said,), Tone.NOTICE)
-    said = "verified: the output holds what its source holds, bit for bit"
+    rounded = report.comparison is not None and report.comparison.casts
+    how = "rounded as said above and otherwise bit for bit" if rounded else "bit for bit"
+    what = "what was selected of its source" if report.left_out else "what its source holds"
+    said = f"verified: the output holds {what}, {how}"
     return lines("", (said,), Tone.GOOD)
 
 

@@ -41,12 +41,25 @@ def comparison_blocks(
 def difference_blocks(found: Comparison) -> Iterator[Block]:
     """Give the totals by state, and the first differences."""
     yield _states(found)
+    yield lines("", cast_lines(found), Tone.NOTICE)
     yield _differences(found)
     yield table(
         "other values that differ",
         "what CKPT OUT",
         ((value.what, value.left, value.right) for value in found.values[:SHOWN_DIFFERENCES]),
     )
+
+
+def cast_lines(found: Comparison) -> Iterator[str]:
+    """Say what was rounded before it was compared, and what one side leaves out by its nature."""
+    for (left, right), count in found.casts.items():
+        yield (
+            f"{counted(count, 'tensor')}, {left} in CKPT and {right} in OUT: compared in the type "
+            "of the exported weights, after rounding to nearest"
+        )
+    if found.not_held:
+        held = ", ".join(f"{state} ({count})" for state, count in found.not_held.items())
+        yield f"not compared, for exported weights go without: {held}"
 
 
 def format_largest(value: float) -> str:
@@ -128,7 +141,8 @@ def _verdict(found: Comparison, left: str, right: str, policy: str, *, accepted:
         f"{counted(found.scalars, 'scalar')}, {counted(found.extras, 'other value')}"
     )
     if found.equal:
-        return lines("", (f"equal: {left} and {right}: {compared}",), Tone.GOOD)
+        rounded = " after rounding" if found.casts else ""
+        return lines("", (f"equal{rounded}: {left} and {right}: {compared}",), Tone.GOOD)
     copies = counted(len(found.replicas), "tensor")
     if accepted:
         said = f"accepted (--replicas {policy}): {left} and {right}: {compared}; {copies} with "

@@ -11,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from reshard.api.arguments import parse_bytes
 from reshard.errors import UsageError
+from reshard.formats.dcp.options import DEFAULT_SHARD_BYTES, TREES, DcpOptions
 from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions
-from reshard.formats.dtypes import DTYPES, DType
+from reshard.formats.dtypes import DType, spelled_dtype
 from reshard.formats.registry import WriteOptions
+from reshard.formats.safetensors.options import (
+    DEFAULT_SHARD_SIZE,
+    SafetensorsOptions,
+    Tied,
+    dtype_rules,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,9 @@ class WritingFlags:
     sub_group_size: int | None = None
     dtype: tuple[str, ...] = ()
     drop_in: bool = False
+    max_shard_size: str | None = None
+    tied_weights: str | None = None
+    dcp_tree: str | None = None
 
     def given(self) -> frozenset[str]:
         """Names of the options that were given."""
@@ -108,13 +119,26 @@ def _native(flags: WritingFlags) -> NativeOptions:
 def _model_dtype(given: tuple[str, ...]) -> DType | None:
     if not given:
         return None
-    if len(given) > 1 or given[0] not in MODEL_DTYPES:
+    dtype = spelled_dtype(given[0])
+    if len(given) > 1 or dtype.name not in MODEL_DTYPES:
         raise UsageError(
             "no element type of a model",
             expected=f"one of {', '.join(MODEL_DTYPES)}",
             found=" and ".join(given),
         )
-    return DTYPES[given[0]]
+    return dtype
+
+
+# --------------------------------------------------------------------------- safetensors
+
+
+def _safetensors(flags: WritingFlags) -> SafetensorsOptions:
+    size = flags.max_shard_size
+    return SafetensorsOptions(
+        dtypes=dtype_rules(flags.dtype),
+        max_shard_size=DEFAULT_SHARD_SIZE if size is None else parse_bytes(size),
+        tied=None if flags.tied_weights is None else Tied(flags.tied_weights),
+    )
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -140,7 +164,22 @@ _NATIVE = (
     *("stage_starts", "tied", "sub_group_size", "dtype", "drop_in"),
 )
 
+# --------------------------------------------------------------------------- dcp
+
+
+def _dcp(flags: WritingFlags) -> DcpOptions:
+    name = flags.dcp_tree or "get_state_dict"
+    if name not in TREES:
+        raise UsageError("there is no such tree", expected=" or ".join(TREES), found=repr(name))
+    limit = DEFAULT_SHARD_BYTES
+    if flags.max_shard_size is not None:
+        limit = parse_bytes(flags.max_shard_size)
+    return DcpOptions(tree=TREES[name], max_shard_bytes=limit, dtype=_model_dtype(flags.dtype))
+
+
 _TAKEN: Mapping[str, _Taken] = {
     "deepspeed": _Taken(_NATIVE, _native),
+    "safetensors": _Taken(("dtype", "max_shard_size", "tied_weights"), _safetensors),
+    "dcp": _Taken(("dtype", "max_shard_size", "dcp_tree"), _dcp),
 }
 """What each format takes; one that is not here takes nothing."""

@@ -5,13 +5,16 @@ grows with the size of a tensor: all it has is one :class:`Workspace`, taken fro
 the first byte moves. So the peak is known beforehand and does not depend on the input. ::
 
     share = cap / workers
-    block      2/8 share, at most 1 MiB    target bytes on their way (a block stays in the L2 cache)
-    twin       2/8 share, at most 1 MiB    the same bytes from another holder or another checkpoint
+    block      2/8 share, at most 2 MiB    target bytes on their way
+    twin       2/8 share, at most 2 MiB    the same bytes from another holder or another checkpoint
     scratch    the rest,  at most 8 MiB    source spans that a strided copy is taken out of
-    flags      1/8 share, at most 512 KiB  one byte an element compared
-    analysis   1/8 share, at most 512 KiB  float64 values, only where something differs
+    flags      1/8 share, at most 1 MiB    one byte an element compared
+    analysis   1/8 share, at most 1 MiB    float64 values, only where something differs
 
-Sizes change how many steps a tensor takes, never the bytes that come out.
+Sizes change how many steps a tensor takes, never the bytes that come out. A block is small enough
+to stay in the processor's caches between reading, checksum, digest and writing, and large enough
+that workers seldom wait for each other: every one of these four gives up the interpreter and has to
+get it back.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 DEFAULT_MAX_MEMORY = 256 * MIB
 SMALLEST_SHARE = 64 * KIB
-LARGEST_BLOCK = MIB
+LARGEST_BLOCK = 2 * MIB
 LARGEST_SCRATCH = 8 * MIB
 ANALYSIS_NBYTES = 128
 """Bytes of temporary arrays per element that is examined because it differs."""

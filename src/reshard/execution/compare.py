@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,13 +33,14 @@ from reshard.execution.replicas import (
     same_bits,
 )
 from reshard.execution.sources import SourceFiles
-from reshard.formats.checkpoint import COMPARED_EXTRAS
+from reshard.formats.checkpoint import COMPARED_EXTRAS, comparable_extra
 from reshard.formats.torch_archive import same_value, short_repr
-from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_map
+from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_fill
 
 if TYPE_CHECKING:
     from reshard.execution.buffers import Bytes
-    from reshard.formats.checkpoint import Checkpoint, StoredTensor, TensorKey
+    from reshard.formats.checkpoint import Checkpoint, TensorKey
+    from reshard.formats.dtypes import DType
 
 SIDES = ("left", "right")
 
@@ -125,6 +127,12 @@ class Comparison:
         Scalars and extras that differ.
     replicas
         ``"left"`` or ``"right"`` and copies inside that side that differ from each other.
+    casts
+        Pairs of element types that were compared in the second one, after rounding: how many
+        tensors of each.
+    not_held
+        States that one side leaves out by its nature, so that they were not compared: how many
+        tensors and scalars the other side has of each.
     """
 
     tensors: int
@@ -135,6 +143,8 @@ class Comparison:
     differences: tuple[TensorDifference, ...]
     values: tuple[ValueDifference, ...]
     replicas: tuple[tuple[str, ReplicaFinding], ...]
+    casts: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    not_held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -148,6 +158,7 @@ def compare(
     *,
     workers: int,
     max_memory: int,
+    dtypes: Mapping[TensorKey, DType] | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two checkpoints, bit for bit.
@@ -156,6 +167,9 @@ def compare(
     ----------
     left, right
         The checkpoints, of any formats and topologies.
+    dtypes
+        Tensors that are rounded to an element type before they are compared. Two others of
+        different types differ.
     workers
         Threads.
     max_memory
@@ -173,12 +187,13 @@ def compare(
     CheckpointError
         A file is gone, cannot be read, changed, or does not hold all elements.
     """
+    dtypes = dtypes or {}
     keys = [key for key in left.tensors if key in right.tensors]
-    unlike = list(_unlike(left, right))
+    unlike = list(_unlike(left, right, dtypes))
     odd = {difference.key for difference in unlike}
     shared = [key for key in keys if key not in odd]
     crew = Crew(workspaces(max_memory, workers), progress)
-    pair = _Pair(left, right, shared)
+    pair = _Pair(left, right, shared, dtypes)
     with pair.sides[0].files, pair.sides[1].files:
         pair.run(crew)
     return Comparison(
@@ -194,10 +209,17 @@ def compare(
             for name, side in zip(SIDES, pair.sides, strict=True)
             for finding in joined_findings(side.findings)
         ),
+        casts=Counter(_cast(left, right, key) for key in shared if key in dtypes),
     )
 
 
-def _unlike(left: Checkpoint, right: Checkpoint) -> Iterator[TensorDifference]:
+def _cast(left: Checkpoint, right: Checkpoint, key: TensorKey) -> tuple[str, str]:
+    return str(left.tensors[key].dtype), str(right.tensors[key].dtype)
+
+
+def _unlike(
+    left: Checkpoint, right: Checkpoint, dtypes: Mapping[TensorKey, DType]
+) -> Iterator[TensorDifference]:
     """Tensors that cannot be compared element by element."""
     for key in sorted(left.tensors.keys() | right.tensors.keys()):
         ours, theirs = left.tensors.get(key), right.tensors.get(key)
@@ -207,7 +229,7 @@ def _unlike(left: Checkpoint, right: Checkpoint) -> Iterator[TensorDifference]:
             yield TensorDifference(key, "only in right")
         elif ours.shape != theirs.shape:
             yield TensorDifference(key, "shape", str(ours.shape), str(theirs.shape))
-        elif ours.dtype != theirs.dtype:
+        elif ours.dtype != theirs.dtype and key not in dtypes:
             yield TensorDifference(key, "dtype", str(ours.dtype), str(theirs.dtype))
 
 
@@ -218,7 +240,7 @@ def _values(left: Checkpoint, right: Checkpoint) -> Iterator[ValueDifference]:
             texts = ("missing" if side is None else repr(side.value) for side in (ours, theirs))
             yield ValueDifference(f"{key[1]} of {key[0]}", *texts)
     for name in _shared_extras(left, right):
-        mine, other = left.extras[name].value, right.extras[name].value
+        mine, other = (comparable_extra(name, side.extras[name].value) for side in (left, right))
         if not same_value(mine, other):
             yield ValueDifference(name, short_repr(mine), short_repr(other))
 
@@ -243,17 +265,15 @@ class _Side:
     findings: list[ReplicaFinding]
 
 
-def _side(checkpoint: Checkpoint, keys: list[TensorKey]) -> _Side:
+def _side(
+    checkpoint: Checkpoint, keys: list[TensorKey], dtypes: Mapping[TensorKey, DType]
+) -> _Side:
     table, book = SourceTable(checkpoint), RouteBook()
-    fills = {key: _identity_fill(checkpoint.tensors[key], table, book) for key in keys}
+    fills = {
+        key: identity_fill(checkpoint.tensors[key], table, book, dtypes.get(key)) for key in keys
+    }
     sources = table.files()
     return _Side(fills, SourceFiles(sources), [s.name for s in sources], [])
-
-
-def _identity_fill(tensor: StoredTensor, table: SourceTable, book: RouteBook) -> PlannedFill:
-    route = book.route(identity_map(tensor.shape), tensor.map, 0)
-    places = tuple(table.place(tensor.regions[h], tensor, h) for h in route.holders)
-    return PlannedFill(tensor.key, tensor.dtype, tensor.shape, 0, tensor.nbytes, route, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +305,15 @@ class _Found:
 class _Pair:
     """Two sides under comparison, and what was found so far."""
 
-    def __init__(self, left: Checkpoint, right: Checkpoint, keys: list[TensorKey]) -> None:
+    def __init__(
+        self,
+        left: Checkpoint,
+        right: Checkpoint,
+        keys: list[TensorKey],
+        dtypes: Mapping[TensorKey, DType],
+    ) -> None:
         self.keys = keys
-        self.sides = (_side(left, keys), _side(right, keys))
+        self.sides = (_side(left, keys, dtypes), _side(right, keys, dtypes))
         self._indexes = RouteIndexes()
         self._found: dict[TensorKey, _Found] = {}
         self._lock = threading.Lock()

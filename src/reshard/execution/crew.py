@@ -24,7 +24,13 @@ REPORT_SECONDS = 0.1
 def in_order(tasks: Iterable[Task]) -> Take[Task]:
     """Tasks one after the other, whoever asks."""
     left = iter(tasks)
-    return lambda _: next(left, None)
+    lock = threading.Lock()
+
+    def take(_: int) -> Task | None:
+        with lock:
+            return next(left, None)
+
+    return take
 
 
 class Progress(Protocol):
@@ -63,7 +69,7 @@ class Crew:
         Parameters
         ----------
         take
-            Gives a worker, by number, its next task, or None; one worker at a time asks.
+            Gives a worker, by number, its next task, or None; several workers ask at a time.
         work_for
             Called once a worker with its workspace; returns the function that does one task and
             returns the bytes it moved.
@@ -141,8 +147,7 @@ class _Shift(Generic[Task]):
         try:
             work = maker()
             while not self._stopped:
-                with self._lock:
-                    task = self._take(number)
+                task = self._take(number)
                 if task is None:
                     break
                 moved = work(task)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import OutputError
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 255
 """Bytes that one part of a path may have on the usual file systems."""
+
+NOT_NAMES = frozenset(("", ".", ".."))
+"""What a path that stays in its folder has no part of; an absolute one begins with an empty one."""
 
 BLOCK_NBYTES = 4096
 FOLDER_NBYTES = 4096
@@ -83,32 +86,30 @@ def check_apart(plan: Plan, destination: Path) -> None:
 def check_names(plan: Plan) -> None:
     """Refuse names that leave the output folder, collide, or are too long."""
     seen: set[str] = {MANIFEST_NAME}
-    folders: set[str] = set()
     for file in plan.files:
-        path = PurePosixPath(file.path)
-        _check_path(file.path, path)
+        _check_path(file.path)
         if file.path in seen:
             raise OutputError("two output files have the same name", file=file.path)
         seen.add(file.path)
-        folders.update(str(parent) for parent in path.parents)
-    both = seen & folders
+    both = seen.intersection(folders_of(plan))
     if both:
         raise OutputError("a name is both an output file and a folder", file=min(both))
     if plan.pointer is not None:
-        _check_path(plan.pointer[0], PurePosixPath(plan.pointer[0]), parts=1)
+        _check_path(plan.pointer[0], parts=1)
 
 
-def _check_path(text: str, path: PurePosixPath, parts: int | None = None) -> None:
-    inside = text and not path.is_absolute() and "\0" not in text and str(path) == text
-    if not inside or ".." in path.parts or (parts is not None and len(path.parts) != parts):
+def _check_path(text: str, parts: int | None = None) -> None:
+    names = text.split("/")
+    inside = "\0" not in text and not NOT_NAMES.intersection(names)
+    if not inside or (parts is not None and len(names) != parts):
         raise OutputError("an output file would leave its folder", file=repr(text))
-    longest = max(path.parts, key=lambda part: len(os.fsencode(part)))
-    if len(os.fsencode(longest)) > LONGEST_NAME:
+    longest = max(map(len, os.fsencode(text).split(b"/")))
+    if longest > LONGEST_NAME:
         raise OutputError(
             "a file name is too long for the file system",
             file=text,
             expected=f"at most {LONGEST_NAME} bytes",
-            found=len(os.fsencode(longest)),
+            found=longest,
         )
 
 
@@ -135,8 +136,13 @@ def check_room(plan: Plan, parent: Path, present: int) -> None:
 
 def folders_of(plan: Plan) -> list[str]:
     """Folders inside the output, parents first."""
-    folders = {str(parent) for file in plan.files for parent in PurePosixPath(file.path).parents}
-    return sorted(folders - {"."}, key=lambda folder: (folder.count("/"), folder))
+    folders: set[str] = set()
+    for file in plan.files:
+        folder = file.path.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return sorted(folders, key=lambda folder: (folder.count("/"), folder))
 
 
 def allocated(paths: Iterable[Path]) -> int:

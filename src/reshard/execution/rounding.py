@@ -2,8 +2,9 @@
 
 Theory. Nothing is rounded unless a target declares it (a model in bf16 beside its fp32 masters,
 weights for serving). The rule is that of every trainer and of IEEE 754: to the nearest number of
-the new type, a tie to the even one, beyond the largest number to infinity. So the result does not
-depend on who rounds. Elements are gathered as they are stored, replicas compared exactly, and
+the new type, a tie to the even one, beyond the largest number to infinity. ``float8_e4m3fn`` has no
+infinity; there the largest number stands for all beyond it, as in torch 2.13. So the result does
+not depend on who rounds. Elements are gathered as they are stored, replicas compared exactly, and
 rounded one small step at a time.
 """
 
@@ -12,9 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from reshard.formats.dtypes import DType
+
+
+LARGEST = {"float8_e4m3fn": 448.0}
+"""The largest number of each type that has no infinity."""
+
+_STEP = 4096
 
 
 def round_into(raw: memoryview, stored: DType, out: memoryview, dtype: DType) -> None:
@@ -40,6 +48,16 @@ def round_into(raw: memoryview, stored: DType, out: memoryview, dtype: DType) ->
     >>> np.frombuffer(out, "<f2").tolist()
     [1.0, 1.001953125, inf]
     """
-    values = np.frombuffer(raw, stored.numpy())
+    values, rounded = np.frombuffer(raw, stored.numpy()), np.frombuffer(out, dtype.numpy())
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        np.copyto(np.frombuffer(out, dtype.numpy()), values, casting="unsafe")
+        if dtype.name in LARGEST:
+            _saturate(values, rounded, LARGEST[dtype.name])
+        else:
+            np.copyto(rounded, values, casting="unsafe")
+
+
+def _saturate(values: NDArray[np.generic], rounded: NDArray[np.generic], largest: float) -> None:
+    """Round to a type without infinity, in steps whose temporary copies are small."""
+    for start in range(0, len(values), _STEP):
+        step = values[start : start + _STEP].astype(np.float64)
+        np.copyto(rounded[start : start + _STEP], np.clip(step, -largest, largest), "unsafe")

@@ -20,6 +20,7 @@ the way is a :class:`Problem`, or an error when nothing exact can be said withou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,6 +46,32 @@ COMPARED_EXTRAS = (
 """Extras that say the same in every format and topology, so one run has one value of each.
 
 The others (`ds_config`, `universal_checkpoint_info`, `groups`, …) speak of the topology."""
+
+
+EXPERT_GROUP = re.compile(r"ep_size_\d+")
+"""Names that a parameter group of experts has after the expert-parallel degree."""
+
+
+def comparable_extra(key: str, value: object) -> object:
+    """One of :data:`COMPARED_EXTRAS` without what it says of the topology.
+
+    Examples
+    --------
+    >>> comparable_extra("param_groups", [{"lr": 0.1, "moe": True, "name": "ep_size_4"}])
+    [{'lr': 0.1, 'moe': True, 'name': None}]
+    """
+    if key != "param_groups" or not isinstance(value, (list, tuple)):
+        return value
+    return [_without_degree(group) for group in value]
+
+
+def _without_degree(group: object) -> object:
+    """A parameter group; the name of a group of experts is the degree, and nothing else."""
+    if not isinstance(group, Mapping) or group.get("moe") is not True:
+        return group
+    name = group.get("name")
+    after_degree = isinstance(name, str) and EXPERT_GROUP.fullmatch(name)
+    return {**group, "name": None} if after_degree else group
 
 
 class Role(Enum):
@@ -252,6 +279,9 @@ class Checkpoint:
         What the reader found wrong.
     copies
         Where the model's own weights must be the masters rounded, for whoever reads bytes.
+    is_export
+        Whether it is of a format that holds what is used when training is over: some states,
+        perhaps rounded, and nothing of the optimizer's beside them.
     """
 
     format: str
@@ -265,6 +295,7 @@ class Checkpoint:
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
     copies: tuple[RoundedCopy, ...] = ()
+    is_export: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

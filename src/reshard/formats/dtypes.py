@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import UnsupportedError
+from reshard.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,3 +165,36 @@ STORAGE_DTYPES: dict[str, DType] = {
     dtype.storage_class: dtype for dtype in DTYPES.values() if dtype.storage_class is not None
 }
 """The dtype of each typed torch storage class, by the name of the class."""
+
+_SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Short names that people write."""
+
+
+def spelled_dtype(text: str) -> DType:
+    """Return the dtype that a user means.
+
+    Raises
+    ------
+    UsageError
+        There is none of that name.
+
+    Examples
+    --------
+    >>> [spelled_dtype(text).name for text in ("bf16", "torch.float32", "float8_e5m2")]
+    ['bfloat16', 'float32', 'float8_e5m2']
+    """
+    word = text.strip().removeprefix("torch.").lower()
+    found = DTYPES.get(_SHORT.get(word, word))
+    if found is None:
+        raise UsageError(
+            "no such element type", expected="one like bf16, fp16, fp32 or bfloat16", found=text
+        )
+    return found

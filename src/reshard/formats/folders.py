@@ -18,6 +18,13 @@ from reshard.errors import CheckpointError, MissingFileError, UsageError
 POINTERS = ("latest", "latest_universal")
 """Pointer files, in the order in which they are looked for."""
 
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+"""Ends of the names of files of weights."""
+
+DCP_INDEXES = (".metadata", ".metadata.tmp")
+"""Ends of the names of files that make a folder a distributed checkpoint of PyTorch: the index, of
+all ranks or of one, and the index before the save was finished."""
+
 POINTER_LIMIT = 4096
 """A pointer file holds one folder name; more bytes than this are not a pointer."""
 
@@ -36,12 +43,15 @@ class TagFolder:
         The pointer file that named it, None when the user did.
     also
         Further folders that hold ranks of the same checkpoint, absolute.
+    named
+        Name of the file that the user named in it, None when they named a folder.
     """
 
     path: Path
     tag: str
     pointer: str | None = None
     also: tuple[Path, ...] = ()
+    named: str | None = None
 
     def listing(self) -> dict[str, list[Path]]:
         """Every file of the folder and of the `also` folders, by name."""
@@ -54,9 +64,14 @@ class TagFolder:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Whether a folder directly holds checkpoint files (`.pt` files, or a universal `zero/`)."""
+    """Whether a folder directly holds checkpoint files (`.pt` files, `zero/`, or a DCP index)."""
     names = [entry.name for entry in os.scandir(folder)]
-    return "zero" in names or any(name.endswith("_states.pt") for name in names)
+    return "zero" in names or any(name.endswith(("_states.pt", *DCP_INDEXES)) for name in names)
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder directly holds files of weights for serving (safetensors)."""
+    return any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
 
 
 def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> TagFolder:
@@ -65,7 +80,8 @@ def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Ta
     Parameters
     ----------
     path
-        A save folder with a pointer file, a tag folder, or a file in a tag folder.
+        A save folder with a pointer file, a tag folder, or a file in a tag folder. Weights that
+        lie beside a pointer file are taken when a file of them is named, else the checkpoint.
     also
         Further folders with ranks of the same checkpoint; each may be given like `path`.
 
@@ -79,12 +95,20 @@ def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Ta
     given = Path(path).absolute()
     if not given.exists():
         raise MissingFileError("no such file or folder", file=given, next_step="check the path")
-    folder = given if given.is_dir() else given.parent
+    folder, named = (given, None) if given.is_dir() else (given.parent, given.name)
     pointer = None
-    if not holds_checkpoint(folder):
+    if not _holds_any(folder, named):
         folder, pointer = _follow_pointer(folder)
+        named = None
     others = tuple(_resolve_other(other, folder) for other in also)
-    return TagFolder(folder, folder.name, pointer, others)
+    return TagFolder(folder, folder.name, pointer, others, named)
+
+
+def _holds_any(folder: Path, named: str | None) -> bool:
+    """Whether the files of a checkpoint or of weights are here, not where a pointer leads."""
+    if holds_checkpoint(folder) or (named is not None and named.endswith(WEIGHT_SUFFIXES)):
+        return True
+    return holds_weights(folder) and not any((folder / name).is_file() for name in POINTERS)
 
 
 def _resolve_other(path: str, first: Path) -> Path:
@@ -107,13 +131,36 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
                     next_step="name the tag folder itself",
                 )
             return folder / tag, name
-    raise CheckpointError(
+    raise _nothing_here(folder)
+
+
+def _nothing_here(folder: Path) -> CheckpointError:
+    """The error for a folder without a checkpoint; it says where in it there are some."""
+    saves = _save_folders(folder)
+    return CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
-        expected=f"one of {', '.join(POINTERS)}, or *_states.pt files",
-        found=_complete_tags(folder),
-        next_step="name the tag folder itself",
+        expected=f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, "
+        "or a .metadata",
+        found="folders with a pointer file: "
+        + ", ".join(f"{name} ({pointer}: {tag})" for name, pointer, tag in saves)
+        if saves
+        else _complete_tags(folder),
+        next_step=f"name one of them, such as {folder / saves[0][0]}"
+        if saves
+        else "name the tag folder itself",
     )
+
+
+def _save_folders(folder: Path) -> list[tuple[str, str, str]]:
+    """Folders one level below that have a pointer file: `(name, pointer, what it says)`."""
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        pointers = [name for name in POINTERS if (Path(entry.path) / name).is_file()]
+        if entry.is_dir() and pointers:
+            said = (Path(entry.path) / pointers[0]).read_bytes()[:POINTER_LIMIT]
+            found.append((entry.name, pointers[0], said.decode("utf-8", "replace").strip()))
+    return found
 
 
 def _read_pointer(path: Path) -> str:

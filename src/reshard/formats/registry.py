@@ -15,12 +15,19 @@ from typing import Any, Generic, TypeVar
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp.options import DcpOptions
+from reshard.formats.dcp.reader import DcpReading, is_dcp, open_dcp
+from reshard.formats.dcp.writer import lay_out_dcp
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
 from reshard.formats.deepspeed.survey import survey_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.folders import TagFolder, resolve_folder
+from reshard.formats.safetensors.files import holds_sets, names_set
+from reshard.formats.safetensors.options import SafetensorsOptions
+from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
+from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.survey import Survey
 from reshard.formats.target import Target
@@ -31,8 +38,11 @@ from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
 Laid = tuple[Checkpoint, Target]
 """What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
 
-WriteOptions = UniversalOptions | NativeOptions
+WriteOptions = UniversalOptions | NativeOptions | SafetensorsOptions | DcpOptions
 """What the user may choose about an output: one type a writer, owned by its format."""
+
+ReadOptions = DcpReading
+"""What the user may state about a source that its files leave open: one type a format."""
 
 Chosen = TypeVar("Chosen", bound=WriteOptions)
 
@@ -49,11 +59,17 @@ class Writer(Generic[Chosen]):
         Says what the files will be: from checkpoint, name of the output folder, and options.
     default
         The options when the user gives none; None when some must be given.
+    states
+        The states that are carried when the user names none; empty for all.
+    takes_names
+        Whether parameters may get other names: not so where more than tensors speaks of names.
     """
 
     options: type[Chosen]
     lay_out: Callable[[Checkpoint, str, Chosen], Laid]
     default: Chosen | None = None
+    states: tuple[str, ...] = ()
+    takes_names: bool = False
 
     def chosen(self, to: str, given: WriteOptions | None) -> Chosen:
         """Return the options to write with; those of another format are refused."""
@@ -92,27 +108,58 @@ class Format:
 
     name: str
     recognises: Callable[[TagFolder], bool]
-    read: Callable[[TagFolder, StatedLayouts | None], Checkpoint]
+    read: Callable[[TagFolder, StatedLayouts | None, ReadOptions | None], Checkpoint]
     writer: Writer[Any] | None = None
     survey: Callable[[TagFolder], Survey] | None = None
 
 
 def _is_universal(folder: TagFolder) -> bool:
-    return (folder.path / "zero").is_dir()
+    return not names_set(folder) and (folder.path / "zero").is_dir()
 
 
 def _is_deepspeed(folder: TagFolder) -> bool:
-    return any(name.endswith("_states.pt") for name in folder.listing())
+    return not names_set(folder) and any(name.endswith("_states.pt") for name in folder.listing())
 
 
-def _open_universal(folder: TagFolder, stated: StatedLayouts | None) -> Checkpoint:
+def _require_none(folder: TagFolder, reading: ReadOptions | None) -> None:
+    if reading is not None:
+        raise UsageError(
+            "this checkpoint says itself where its model and optimizer are",
+            file=folder.path,
+            next_step="leave --model-key, --optimizer-key and --frozen out",
+        )
+
+
+def _open_deepspeed(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
+    return open_deepspeed(folder, stated)
+
+
+def _open_universal(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
+    _require_unstated(folder, stated)
+    return open_universal(folder)
+
+
+def _open_safetensors(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    _require_none(folder, reading)
+    _require_unstated(folder, stated)
+    return open_safetensors(folder)
+
+
+def _require_unstated(folder: TagFolder, stated: StatedLayouts | None) -> None:
     if stated is not None:
         raise UsageError(
-            "a universal folder holds whole tensors, so there is no layout to state",
+            "the folder holds whole tensors, so there is no layout to state",
             file=folder.path,
             next_step="leave --layout out",
         )
-    return open_universal(folder)
 
 
 def _lay_out_universal(checkpoint: Checkpoint, tag: str, options: UniversalOptions) -> Laid:
@@ -124,6 +171,28 @@ def _lay_out_deepspeed(checkpoint: Checkpoint, tag: str, options: NativeOptions)
     if options.drop_in:
         return lay_out_drop_in(checkpoint, options)
     return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=options)
+
+
+def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsOptions) -> Laid:
+    del tag
+    return checkpoint, lay_out_safetensors(checkpoint, options=options)
+
+
+def _open_dcp(
+    folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
+) -> Checkpoint:
+    if stated is not None:
+        raise UsageError(
+            "a DCP folder says where each chunk is, so there is no layout to state",
+            file=folder.path,
+            next_step="leave --layout out",
+        )
+    return open_dcp(folder, reading)
+
+
+def _lay_out_dcp(checkpoint: Checkpoint, tag: str, options: DcpOptions) -> Laid:
+    del tag
+    return checkpoint, lay_out_dcp(checkpoint, options=options)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -139,10 +208,23 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "deepspeed",
             _is_deepspeed,
-            open_deepspeed,
+            _open_deepspeed,
             Writer(NativeOptions, _lay_out_deepspeed),
             survey_deepspeed,
         ),
+        Format(
+            "safetensors",
+            holds_sets,
+            _open_safetensors,
+            Writer(
+                SafetensorsOptions,
+                _lay_out_safetensors,
+                SafetensorsOptions(),
+                states=(WEIGHTS,),
+                takes_names=True,
+            ),
+        ),
+        Format("dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions())),
     )
 }
 """Every format, in the order in which they are tried."""
@@ -153,6 +235,7 @@ def open_checkpoint(
     *,
     also: Sequence[str] = (),
     layout: str | os.PathLike[str] | None = None,
+    reading: ReadOptions | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format: headers and metadata, no tensor bytes.
 
@@ -164,12 +247,14 @@ def open_checkpoint(
         Further folders that hold ranks of the same checkpoint.
     layout
         A file of layouts that the user states.
+    reading
+        What else the user states about it, of the type that the format takes.
     """
     folder = resolve_folder(path, also)
     stated = None if layout is None else read_stated_layouts(layout)
     for entry in FORMATS.values():
         if entry.recognises(folder):
-            return entry.read(folder, stated)
+            return entry.read(folder, stated, reading)
     raise CheckpointError(
         "the folder is of no format that is known",
         file=folder.path,
@@ -237,8 +322,20 @@ def lay_out(
     checkpoint, target
         What to plan from (with the trainer's files, for a drop-in), and the files to be.
     """
+    writer = writer_of(to)
+    return writer.lay_out(checkpoint, tag, writer.chosen(to, options))
+
+
+def writer_of(to: str) -> Writer[Any]:
+    """Return the writer of a format.
+
+    Raises
+    ------
+    UsageError
+        There is no such format, or it is read only.
+    """
     entry = FORMATS.get(to)
     if entry is None or entry.writer is None:
         written = (entry.name for entry in FORMATS.values() if entry.writer is not None)
         raise UsageError(f"cannot write the format {to!r}", expected=" or ".join(written))
-    return entry.writer.lay_out(checkpoint, tag, entry.writer.chosen(to, options))
+    return entry.writer

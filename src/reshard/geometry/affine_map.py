@@ -34,8 +34,9 @@ from reshard.geometry.index_math import row_major_strides
 from reshard.geometry.links import Link, make_link, meet
 from reshard.geometry.map_value import MapValue
 from reshard.geometry.matching import matched
+from reshard.geometry.ordering import classes_of, order_by, starts_of
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.tables import LinkTable, classes_of, starts_of
+from reshard.geometry.tables import LinkTable
 
 SCALE_POWER: Mapping[str, int] = MappingProxyType({"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2})
 """The power of a piece's scale by which a shard holds each state of Adam (§2.1)."""
@@ -262,7 +263,7 @@ def folded_map(
     lead = order[starts_of(label)]
     link, group = fold_table(table.link, group)
     rows = lead[group]
-    order = np.lexsort((link.near, table.rank[rows]))
+    order = order_by([table.rank[rows], link.near])
     link, rows = link.take(order), rows[order]
     rank = table.rank[rows]
     index = np.arange(len(rank)) - np.searchsorted(rank, rank)

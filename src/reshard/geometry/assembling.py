@@ -17,10 +17,11 @@ from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.matching import Matches
+from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import SegmentTable, TransferPlan
 from reshard.geometry.refinement import names_once, table_layers
-from reshard.geometry.tables import Ints, classes_of, concatenated, places_of, starts_of
+from reshard.geometry.tables import concatenated
 
 Shapes = Mapping[int, tuple[int, ...]]
 """Shard shape of every rank."""
@@ -40,6 +41,21 @@ def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
             expected=f"{target.numel} elements {target.logical_shape}",
             found=f"{source.numel} elements {source.logical_shape}",
             next_step="narrow one of them to what they share",
+        )
+
+
+def check_written_once(target: ParamAffineMap) -> None:
+    """Refuse a target map that writes an element of a shard twice; no plan could be proved.
+
+    Raises
+    ------
+    CompositionError
+        When it does; :meth:`ParamAffineMap.validate` says where.
+    """
+    table = target.table
+    if not names_once(table.link.turned().normalised(), table.rank):
+        raise CompositionError(
+            "the target map writes an element of a shard twice", next_step="validate the target map"
         )
 
 
@@ -104,7 +120,7 @@ def appended(tables: list[SegmentTable]) -> SegmentTable:
 def joined(tables: list[SegmentTable]) -> SegmentTable:
     """Return the rows of several tables in the order of a plan."""
     rows = appended(tables)
-    return rows.take(np.lexsort((rows.source_rank, rows.link.near, rows.target_rank)))
+    return rows.take(order_by([rows.target_rank, rows.link.near, rows.source_rank]))
 
 
 def filled(target: ParamAffineMap, source: ParamAffineMap, segments: SegmentTable) -> TransferPlan:

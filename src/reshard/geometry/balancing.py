@@ -19,9 +19,10 @@ from reshard.geometry.assembling import check_sizes, filled, layers_of, segments
 from reshard.geometry.balance import Balance, Locations, Shares, share_out
 from reshard.geometry.links import Link, LinkDim
 from reshard.geometry.matching import matched
+from reshard.geometry.ordering import Ints, grouped_sums, places_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import TransferPlan
-from reshard.geometry.tables import Ints, LinkTable, grouped_sums, places_of
+from reshard.geometry.tables import LinkTable
 
 
 def compose_balanced(target: ParamAffineMap, source: ParamAffineMap) -> TransferPlan:

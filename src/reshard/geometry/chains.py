@@ -1,8 +1,10 @@
 """Chains: equal blocks at even distance become one block with one more dimension.
 
 Theory. Among the blocks of one shape in a group, the differences ``(Δnear, Δfar)`` between blocks
-that are at most 4 apart in near order are counted. The commonest difference is the *step* by
-which they are chained: for a given step, the maximal chains ``x, x + step, x + 2·step, …`` are
+that are at most 4 apart in near order are counted. In a group of more than :data:`MANY` blocks
+that would drown in chance; there, only differences between places that *recur* are counted, at
+which the way to the next block is the same too. The commonest difference is the *step* by
+which blocks are chained: for a given step, the maximal chains ``x, x + step, x + 2·step, …`` are
 unique, whatever the order in which the blocks came. A step counts only when
 
 * it explains a quarter of the blocks, and ``Δfar`` is not negative, because strides are not;
@@ -19,10 +21,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.tables import Ints, LinkTable, classes_of, expanded, starts_of
+from reshard.geometry.ordering import (
+    Ints,
+    classes_of,
+    expanded,
+    groups_of,
+    mixed,
+    order_by,
+    starts_of,
+)
+from reshard.geometry.tables import LinkTable
 
 Flags = NDArray[np.bool_]
 """An array of truth values."""
+MANY = 1024
+"""In groups of more blocks than this, only what recurs is looked at."""
 _LAGS = 4
 _ENOUGH = 4
 """A quarter: one in so many."""
@@ -76,7 +89,7 @@ def unbelieved_dims(table: LinkTable, group: Ints) -> Flags:
     share = runs / np.bincount(group, runs)[group]
     rows, dims = np.nonzero(pairs & (_ENOUGH * share < 1)[:, None])
     mine = _Steps(group[rows], table.near_stride[rows, dims], table.far_stride[rows, dims])
-    believed = _believed(mine.take(np.arange(0)), mine, _dim_steps(table, group))
+    believed = _repeated(mine, _dim_steps(table, group))
     marked = np.zeros_like(pairs)
     marked[rows[~believed], dims[~believed]] = True
     return marked
@@ -104,7 +117,7 @@ def split_dims(table: LinkTable, marked: Flags) -> tuple[Ints, LinkTable]:
 
 def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Chain equal blocks, those of each shape by their commonest step."""
-    order, label = classes_of([group, *flat_columns(table)])
+    order, label = groups_of([group, *flat_columns(table)])
     size = np.bincount(label)
     several = size[label] > 1
     if not several.any():
@@ -113,24 +126,72 @@ def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     lead = order[starts_of(label)]
     share = size * runs[lead] / np.bincount(group, runs)[group[lead]]
     order, label = order[several], label[several]
-    inner, _ = classes_of([label, table.near[order]])
+    inner = order_by([label, table.near[order]])
     order, label = order[inner], label[inner]
     near, far = table.near[order], table.far[order]
-    steps = _best_steps(
-        _differences(near, far, label), group[lead], size, share, _dim_steps(table, group)
-    )
+    others = _dim_steps(table, group)
+    found = _candidates(_Steps(label, near, far), group[lead], np.bincount(group), others)
+    if not len(found.of):
+        return table, group
+    steps = _best_steps(found, group[lead], size, share, others)
     rows, linked = _chains(near, far, label, steps.near[label], steps.far[label])
+    if not linked.any():
+        return table, group
     return _stacked(table, group, order, (rows, linked), (steps.near[label], steps.far[label]))
 
 
-def _differences(near: Ints, far: Ints, label: Ints) -> _Steps:
-    """Return the differences between rows of one label; rows are sorted by label and near."""
+def _candidates(blocks: _Steps, group: Ints, crowd: Ints, others: _Steps) -> _Steps:
+    """Return the differences that may be steps; blocks are sorted by label and near.
+
+    ``group`` is that of each label, ``crowd`` the number of blocks of each group.
+    """
+    many = (crowd[group] > MANY)[blocks.of]
+    if not many.any():
+        return _differences(blocks)
+    few = _differences(blocks.take(np.flatnonzero(~many)))
+    rest = blocks.take(np.flatnonzero(many))
+    recurring = _recurring(rest)
+    evidence = _appended([_Steps(group[recurring.of], recurring.near, recurring.far), others])
+    having = np.zeros(len(crowd), bool)
+    having[evidence.of] = True
+    near = _differences(rest.take(np.flatnonzero(having[group[rest.of]])))
+    told = _among(_Steps(group[near.of], near.near, near.far), evidence)
+    return _appended([few, recurring, near.take(np.flatnonzero(told))])
+
+
+def _differences(blocks: _Steps) -> _Steps:
+    """Return the differences between blocks of one label; they are sorted by label and near."""
+    if not len(blocks.of):
+        return blocks
+    label, near, far = blocks.columns
     found = []
     for lag in range(1, min(_LAGS, int(np.bincount(label).max()) - 1) + 1):
-        s, f = near[lag:] - near[:-lag], far[lag:] - far[:-lag]
+        f = far[lag:] - far[:-lag]
         valid = np.flatnonzero((label[lag:] == label[:-lag]) & (f >= 0))
-        found.append(_Steps(label[lag:][valid], s[valid], f[valid]))
-    return _appended(found)
+        found.append(_Steps(label[lag:][valid], near[lag:][valid] - near[:-lag][valid], f[valid]))
+    return _appended([blocks.take(np.arange(0)), *found])
+
+
+def _recurring(blocks: _Steps) -> _Steps:
+    """Return the differences between places from which the next block is equally far.
+
+    From both places to the next ones the difference is the same, so each is returned twice.
+    """
+    label, near, far = blocks.columns
+    same = np.flatnonzero(label[1:] == label[:-1])
+    token = _Steps(label[same], near[same + 1] - near[same], far[same + 1] - far[same])
+    bits = len(same).bit_length()
+    # Equal tokens stand side by side, in order; unequal ones may, too, and are sorted out.
+    order = np.sort((mixed(token.columns) << bits) | np.arange(len(same))) & ((1 << bits) - 1)
+    first, then = order[:-1], order[1:]
+    again = np.ones(len(first), bool)
+    for column in token.columns:
+        again &= column[first] == column[then]
+    first, then = same[first[again]], same[then[again]]
+    f = far[then] - far[first]
+    valid = np.flatnonzero(f >= 0)
+    found = _Steps(label[first][valid], (near[then] - near[first])[valid], f[valid])
+    return _appended([found, found])
 
 
 def _dim_steps(table: LinkTable, group: Ints) -> _Steps:
@@ -153,7 +214,7 @@ def _best_steps(
     best = _Steps(size, np.zeros_like(size), np.zeros_like(size))
     alone = _ENOUGH * share < 1
     grouped = _Steps(group[found.of], found.near, found.far)
-    kept = np.flatnonzero(~alone[found.of] | _repeated(grouped, others))
+    kept = np.flatnonzero(~alone[found.of] | _repeated(grouped, _appended([grouped, others])))
     found, grouped = found.take(kept), grouped.take(kept)
     order, kind = classes_of(found.columns)
     if not len(order):
@@ -162,7 +223,7 @@ def _best_steps(
     count, step, of = np.bincount(kind), found.take(first), found.of[first]
     believed = (count > 1) | ~alone[of]
     once = np.flatnonzero(~believed)
-    believed[once] = _believed(grouped, grouped.take(first[once]), others)
+    believed[once] = _repeated(grouped.take(first[once]), _appended([grouped, others]))
     fits = np.flatnonzero(believed & (_ENOUGH * count >= size[of] - 1))
     ranked = fits[np.lexsort((step.far[fits], step.near[fits], -count[fits], of[fits]))]
     lead = ranked[np.flatnonzero(np.diff(of[ranked], prepend=-1))]
@@ -170,34 +231,24 @@ def _best_steps(
     return best
 
 
-def _believed(steps: _Steps, asked: _Steps, others: _Steps) -> Flags:
-    """Tell which steps occur more than once in their group, dimensions included."""
-    every = _appended([steps, others, asked])
-    order, kind = classes_of(every.columns)
-    label = np.empty(len(order), np.int64)
-    label[order] = kind
-    counted = len(every.of) - len(asked.of)
-    seen = np.bincount(label[:counted], minlength=int(kind[-1]) + 1 if len(kind) else 0)
-    return np.asarray(seen[label[counted:]] > 1)
+def _repeated(asked: _Steps, every: _Steps) -> Flags:
+    """Mark the steps that occur more than once among all of their group."""
+    ordered = np.sort(mixed(every.columns))
+    return _in(mixed(asked.columns), ordered[1:][ordered[1:] == ordered[:-1]])
 
 
-def _repeated(steps: _Steps, others: _Steps) -> Flags:
-    """Mark all steps that occur more than once in their group, and few that do not."""
-    mixed = np.concatenate([_mixed(steps), _mixed(others)])
-    ordered = np.sort(mixed)
-    again = ordered[1:][ordered[1:] == ordered[:-1]]
-    if not len(again):
-        return np.zeros(len(steps.of), bool)
-    mine = mixed[: len(steps.of)]
-    at = np.minimum(np.searchsorted(again, mine), len(again) - 1)
-    return np.asarray(again[at] == mine)
+def _among(asked: _Steps, every: _Steps) -> Flags:
+    """Mark the steps that occur among all of their group."""
+    return _in(mixed(asked.columns), np.sort(mixed(every.columns)))
 
 
-def _mixed(steps: _Steps) -> Ints:
-    """Return one number for each step; equal steps have equal numbers. It may wrap around."""
-    mixed = steps.of * np.int64(0x1E3779B97F4A7C15) + steps.near * np.int64(0x3F58476D1CE4E5B9)
-    mixed += steps.far
-    return np.asarray(mixed ^ (mixed >> np.int64(29)))
+def _in(numbers: Ints, ordered: Ints) -> Flags:
+    # Bisection among few distinct numbers stays in the cache.
+    distinct = ordered[np.diff(ordered, prepend=-1) > 0]
+    if not len(distinct):
+        return np.zeros(len(numbers), bool)
+    at = np.minimum(np.searchsorted(distinct, numbers), len(distinct) - 1)
+    return np.asarray(distinct[at] == numbers)
 
 
 def _chains(near: Ints, far: Ints, label: Ints, s: Ints, f: Ints) -> tuple[Ints, Flags]:

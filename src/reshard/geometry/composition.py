@@ -9,7 +9,10 @@ itself is never made. Three things keep the result small and sure:
 * what a source rank holds twice is read once;
 * copies are grouped by pair of ranks and scale before they are folded.
 
-Every plan is proved before it is returned. Geometrically equal pairs of maps, such as those of
+Every plan is proved from its maps: where the target writes each shard element once and what is
+read of the source names each element once, the copies do too; what they leave open is counted and
+named. :meth:`~reshard.geometry.TransferPlan.verify` proves the same from the plan alone.
+Geometrically equal pairs of maps, such as those of
 the layers of a model, are planned once.
 """
 
@@ -24,6 +27,7 @@ from reshard.geometry.affine_map import ParamAffineMap
 from reshard.geometry.assembling import (
     appended,
     check_sizes,
+    check_written_once,
     filled,
     folded_segments,
     joined,
@@ -34,11 +38,12 @@ from reshard.geometry.assembling import (
 from reshard.geometry.balancing import compose_balanced
 from reshard.geometry.matching import Matches, matched
 from reshard.geometry.notation import ranges_text
+from reshard.geometry.ordering import Ints
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import SegmentTable, TransferPlan
-from reshard.geometry.refinement import Arrangement, names_once
+from reshard.geometry.refinement import Arrangement
 from reshard.geometry.replicas import Choose, balanced, lowest_rank
-from reshard.geometry.tables import Ints, concatenated
+from reshard.geometry.tables import concatenated
 
 
 def compose(
@@ -65,7 +70,8 @@ def compose(
     ------
     CompositionError
         When the logical tensors differ in size, the policy answers with a rank that does not
-        hold the element, or (unless ``partial``) a target element has no source.
+        hold the element, the target map writes an element twice, or (unless ``partial``) a target
+        element has no source.
 
     Examples
     --------
@@ -104,12 +110,8 @@ def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> 
     check_sizes(target, source)
     if choose is balanced:
         return compose_balanced(target, source)
-    table = source.table
-    segments = _chosen(target, table, choose)
-    if table.link.repeats() or not names_once(segments.link, segments.target_rank):
-        # Some source rank holds an element twice: read the first place only.
-        segments = _chosen(target, layers_of(source)[0], choose)
-    return filled(target, source, segments)
+    check_written_once(target)
+    return filled(target, source, _chosen(target, layers_of(source)[0], choose))
 
 
 def _chosen(target: ParamAffineMap, source: PieceTable, choose: Choose) -> SegmentTable:

@@ -26,22 +26,15 @@ from numpy.typing import NDArray
 
 from reshard.geometry.chains import (
     chained,
-    flat_columns,
     run_counts,
     run_dims,
     split_dims,
     unbelieved_dims,
 )
+from reshard.geometry.continuing import continued, in_order, runs_joined
 from reshard.geometry.links import Link
-from reshard.geometry.tables import (
-    Ints,
-    LinkTable,
-    classes_of,
-    concatenated,
-    expanded,
-    folding_rows,
-    places_of,
-)
+from reshard.geometry.ordering import Ints, expanded, order_by
+from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
 FEW_RUNS = 256
 """Groups of at most so many runs are folded from their runs."""
@@ -77,19 +70,17 @@ def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     tuple
         The folded links and their groups, sorted by group and near offset.
     """
-    table = table.normalised()
-    order = np.lexsort((table.near, group))
-    table, group = table.take(order), group[order]
+    table, group = in_order(table.normalised(), group)
     settled = _settled(table, group)
     open_rows = np.flatnonzero(~settled)
     if not len(open_rows):
         return table, group
     opened, opened_group = _folded(table.take(open_rows), group[open_rows])
+    if len(open_rows) == len(table):
+        return in_order(opened, opened_group)
     kept = np.flatnonzero(settled)
     table = concatenated([table.take(kept), opened])
-    group = np.concatenate([group[kept], opened_group])
-    order = np.lexsort((table.near, group))
-    return table.take(order), group[order]
+    return in_order(table, np.concatenate([group[kept], opened_group]))
 
 
 def _settled(table: LinkTable, group: Ints) -> NDArray[np.bool_]:
@@ -108,7 +99,7 @@ def _settled(table: LinkTable, group: Ints) -> NDArray[np.bool_]:
         busy[group[1:][touching]] = True
         busy[group[folding_rows(table)]] = True
         length = np.where(run_dims(table), table.extent, 1).prod(axis=1)
-        order = np.lexsort((length, group))
+        order = order_by([group, length])
         of, length = group[order], length[order]
         busy[of[1:][(of[1:] == of[:-1]) & (length[1:] == length[:-1])]] = True
         busy[group[unbelieved_dims(table, group).any(axis=1)]] = True
@@ -138,9 +129,10 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     groups = int(group.max()) + 1
     done: list[tuple[LinkTable, Ints]] = []
     while len(table):
+        table, group = in_order(table, group)
         before = np.bincount(group, minlength=groups)
-        table, group = _runs_chained(table, group)
-        table, group = _continued(table, group)
+        table, group = runs_joined(table, group)
+        table, group = continued(table, group)
         table, group = chained(table, group)
         changed = (np.bincount(group, minlength=groups) != before)[group]
         still = np.flatnonzero(~changed)
@@ -148,9 +140,6 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         going = np.flatnonzero(changed)
         table, group = table.take(going), group[going]
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
-
-
-# -- runs ----------------------------------------------------------------------------------------
 
 
 def _with_few_runs_expanded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
@@ -163,7 +152,7 @@ def _with_few_runs_expanded(table: LinkTable, group: Ints) -> tuple[LinkTable, I
         return table, group
     rows = np.flatnonzero(small)
     expanded_table, again = _expanded_runs(table.take(rows))
-    parts, part_group = _runs_chained(expanded_table, group[rows][again])
+    parts, part_group = runs_joined(expanded_table, group[rows][again])
     few = np.bincount(part_group, minlength=int(group.max()) + 1) <= FEW_RUNS
     kept = np.flatnonzero(~small | ~few[group])
     taken = np.flatnonzero(few[part_group])
@@ -187,144 +176,3 @@ def _expanded_runs(table: LinkTable) -> tuple[LinkTable, Ints]:
     extent = length[again][:, None]
     step = (extent > 1).astype(np.int64)
     return LinkTable(near, far, extent, step, step), again
-
-
-def _runs_chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    """Join rows whose runs continue each other by (1, 1), all other dimensions being equal."""
-    run = run_dims(table)
-    length = np.where(run, table.extent, 1).prod(axis=1)
-    others = LinkTable(
-        table.near,
-        table.far,
-        np.where(run, 1, table.extent),
-        np.where(run, 0, table.near_stride),
-        np.where(run, 0, table.far_stride),
-    )
-    if (others.extent == 1).all():
-        # Bare runs do not overlap, so whatever continues one comes next in near order.
-        key = [group]
-        order, _ = classes_of([group, table.near])
-    else:
-        key = [group, *flat_columns(others), table.far - table.near]
-        order, _ = classes_of([*key, table.near])
-    near, far, size = table.near[order], table.far[order], length[order]
-    joined = np.zeros(len(order), bool)
-    joined[1:] = (near[1:] == near[:-1] + size[:-1]) & (far[1:] == far[:-1] + size[:-1])
-    for column in key:
-        joined[1:] &= column[order][1:] == column[order][:-1]
-    if not joined.any():
-        return table, group
-    first = np.flatnonzero(~joined)
-    lead = order[first]
-    total = np.add.reduceat(size, first)
-    step = (total > 1).astype(np.int64)
-    base = others.take(lead)
-    grown = LinkTable(
-        base.near,
-        base.far,
-        np.column_stack([base.extent, total]),
-        np.column_stack([base.near_stride, step]),
-        np.column_stack([base.far_stride, step]),
-    )
-    return grown.normalised(), group[lead]
-
-
-# -- links that continue each other ---------------------------------------------------------------
-
-
-def _continued(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    """Join links along a dimension that they share, or that one has and its neighbour lacks."""
-    for dim in range(table.dims):
-        if dim < table.dims and (table.extent[:, dim] > 1).any():
-            table, group = _joined_along(table, group, dim)
-    if ((table.extent > 1) & ~run_dims(table)).any():
-        table, group = _absorbed(table, group)
-    return table, group
-
-
-def _joined_along(table: LinkTable, group: Ints, dim: int) -> tuple[LinkTable, Ints]:
-    """Join rows that differ only in the extent of one dimension and continue each other there."""
-    rows = np.flatnonzero((table.extent[:, dim] > 1) & ~run_dims(table)[:, dim])
-    if not len(rows):
-        return table, group
-    s, f = table.near_stride[rows, dim], table.far_stride[rows, dim]
-    block = np.where(s > 0, table.near[rows] // np.maximum(s, 1), 0)
-    # Equal for links on one line; products may wrap, the exact comparison below does not rely
-    # on them.
-    line = [table.near[rows] - block * s, table.far[rows] - block * f]
-    key = [group[rows], s, f, *flat_columns(_without(table, dim).take(rows)), *line]
-    order, _ = classes_of([*key, table.near[rows]])
-    same = np.ones(max(len(order) - 1, 0), bool)
-    for column in key:
-        same &= column[order][1:] == column[order][:-1]
-    count = table.extent[rows, dim][order]
-    near, far = table.near[rows][order], table.far[rows][order]
-    joined = np.zeros(len(order), bool)
-    joined[1:] = (
-        same
-        & (near[1:] == near[:-1] + (count * s[order])[:-1])
-        & (far[1:] == far[:-1] + (count * f[order])[:-1])
-    )
-    if not joined.any():
-        return table, group
-    first = np.flatnonzero(~joined)
-    lead = rows[order[first]]
-    extent = table.extent.copy()
-    extent[lead, dim] = np.add.reduceat(count, first)
-    gone = np.zeros(len(table), bool)
-    gone[rows[order[joined]]] = True
-    kept = np.flatnonzero(~gone)
-    grown = LinkTable(table.near, table.far, extent, table.near_stride, table.far_stride)
-    return grown.take(kept).normalised(), group[kept]
-
-
-def _absorbed(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    """Add to a link the neighbour that is its next or previous step along some dimension."""
-    order = np.lexsort((table.near, group))
-    table, group = table.take(order), group[order]
-    taken = np.zeros(len(table), bool)
-    near, far, extent = table.near.copy(), table.far.copy(), table.extent.copy()
-    for dim in range(table.dims):
-        long = table.extent[:, dim] > 1
-        s, f = table.near_stride[:, dim], table.far_stride[:, dim]
-        for steps in (table.extent[:, dim], np.full(len(table), -1)):
-            at = _row_at(table.near, group, near + steps * s)
-            fits = long & (at >= 0) & (at != np.arange(len(table)))
-            fits &= table.far[at] == far + steps * f
-            fits &= _lacks(table, at, dim)
-            for row in np.flatnonzero(fits).tolist():
-                other = int(at[row])
-                if taken[row] or taken[other]:
-                    continue
-                taken[row] = taken[other] = True
-                extent[row, dim] += 1
-                near[row], far[row] = min(near[row], near[other]), min(far[row], far[other])
-                extent[other] = 0
-    kept = np.flatnonzero((extent != 0).all(axis=1))
-    if len(kept) == len(table):
-        return table, group
-    grown = LinkTable(near, far, extent, table.near_stride, table.far_stride)
-    return grown.take(kept).normalised(), group[kept]
-
-
-def _row_at(near: Ints, group: Ints, wanted: Ints) -> Ints:
-    """Return the row of the same group at each wanted near offset, or -1; rows are sorted."""
-    place, borders = places_of(np.concatenate([near, wanted]))
-    have, want = np.split(place + np.concatenate([group, group]) * len(borders), 2)
-    at = np.minimum(np.searchsorted(have, want), len(have) - 1)
-    return np.where(have[at] == want, at, -1)
-
-
-def _lacks(table: LinkTable, at: Ints, dim: int) -> NDArray[np.bool_]:
-    """Mark the rows whose partner ``at`` has all of their dimensions but ``dim``, and no other."""
-    mine, other = _without(table, dim), _without(table, table.dims - 1).take(at)
-    alike = table.extent[at, -1] == 1
-    for left, right in zip(flat_columns(mine), flat_columns(other), strict=True):
-        alike &= left == right
-    return np.asarray(alike)
-
-
-def _without(table: LinkTable, dim: int) -> LinkTable:
-    """Return the table without one column of dimensions."""
-    parts = (table.extent, table.near_stride, table.far_stride)
-    return LinkTable(table.near, table.far, *[np.delete(part, dim, axis=1) for part in parts])

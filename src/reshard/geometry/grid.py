@@ -26,14 +26,8 @@ from numpy.typing import NDArray
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.index_math import MAX_OFFSET
-from reshard.geometry.tables import (
-    Ints,
-    LinkTable,
-    classes_of,
-    concatenated,
-    expanded,
-    starts_of,
-)
+from reshard.geometry.ordering import Ints, classes_of, expanded, starts_of
+from reshard.geometry.tables import LinkTable, concatenated
 
 Flags = NDArray[np.bool_]
 """An array of truth values."""
@@ -180,10 +174,10 @@ class Grid:
         """Mark the dimensions that have no digit of their own in their row."""
         used = (table.extent > 1) & (table.near_stride > 0)
         digit, exact = self._digit(table.near_stride, space)
-        homeless = used & ~exact
+        homeless, settled = used & ~exact, used & exact
         for later in range(1, table.dims):
             for earlier in range(later):
-                both = used[:, later] & used[:, earlier]
+                both = settled[:, later] & settled[:, earlier]
                 homeless[:, later] |= both & (digit[:, later] == digit[:, earlier])
         return homeless
 

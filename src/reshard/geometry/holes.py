@@ -13,7 +13,8 @@ import numpy as np
 
 from reshard.geometry.grid import BoxTable, Grid
 from reshard.geometry.links import Link
-from reshard.geometry.tables import Ints, LinkTable
+from reshard.geometry.ordering import Ints
+from reshard.geometry.tables import LinkTable
 
 Ranges = tuple[Ints, Ints]
 """Starts and stops, ascending."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reshard.geometry.tables import Ints, classes_of, expanded, places_of, starts_of
+from reshard.geometry.index_math import MAX_OFFSET
+from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, places_of, starts_of
 
 FEW_PAIRS_PER_BOX = 8
 """Up to so many pairs for each box are all looked at."""
@@ -78,7 +79,7 @@ def _few_pairs(a: int, b: int, a_key: Ints | None, b_key: Ints | None) -> tuple[
         if a * b > most:
             return None
         return np.repeat(np.arange(a), b), np.tile(np.arange(b), a)
-    order = np.argsort(b_key, kind="stable")
+    order = order_by([b_key])
     ordered = b_key[order]
     first = np.searchsorted(ordered, a_key, "left")
     count = np.searchsorted(ordered, a_key, "right") - first
@@ -116,19 +117,25 @@ def _keyed(a: Interval, b: Interval, keys: Keys) -> tuple[Ints, Ints, Ints, Ints
     a_key, b_key = keys
     if a_key is None or b_key is None:
         return (*a, *b)
-    # Places of the borders instead of the borders: key · width then cannot overflow.
-    place, borders = places_of(np.concatenate([*a, *b]))
-    width = len(borders) + 1
-    of = np.concatenate([a_key, a_key, b_key, b_key])
-    ends = np.cumsum([len(a_key), len(a_key), len(b_key)])
-    a_lo, a_hi, b_lo, b_hi = np.split(place + of * width, ends)
+    keys_of = (a_key, a_key, b_key, b_key)
+    borders = (*a, *b)
+    width = max([int(border.max(initial=0)) for border in borders]) + 1
+    if width * (max([int(key.max(initial=0)) for key in keys_of]) + 1) >= MAX_OFFSET:
+        # Places of the borders instead of the borders: key · width then cannot overflow.
+        place, distinct = places_of(np.concatenate(borders))
+        width = len(distinct) + 1
+        a_lo, a_hi, b_lo, b_hi = np.split(place, np.cumsum([len(side) for side in borders[:-1]]))
+        borders = (a_lo, a_hi, b_lo, b_hi)
+    a_lo, a_hi, b_lo, b_hi = (
+        border + key * width for border, key in zip(borders, keys_of, strict=True)
+    )
     return a_lo, a_hi, b_lo, b_hi
 
 
 def _interval_pairs(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:
     # Looked up in order: bisection then runs along both lists instead of jumping about.
-    a_order = np.argsort(a_lo, kind="stable")
-    b_order = np.argsort(b_lo, kind="stable")
+    a_order = order_by([a_lo])
+    b_order = order_by([b_lo])
     a_sorted, b_sorted = a_lo[a_order], b_lo[b_order]
     # Starts of a inside b, the same start included; then starts of b strictly inside a.
     first = np.searchsorted(a_sorted, b_sorted, "left")

@@ -16,7 +16,8 @@ import numpy as np
 from reshard.geometry.grid import BoxTable, Grid
 from reshard.geometry.joins import overlapping_pairs
 from reshard.geometry.links import Link, make_link, meet
-from reshard.geometry.tables import Ints, LinkTable, concatenated
+from reshard.geometry.ordering import Ints
+from reshard.geometry.tables import LinkTable, concatenated
 
 FEW_PAIRS = 48
 """Up to so many pairs are matched one by one."""

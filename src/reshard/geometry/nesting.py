@@ -22,10 +22,11 @@ from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import from_dest, make_link, meet
 from reshard.geometry.matching import matched
+from reshard.geometry.ordering import Ints
 from reshard.geometry.piece import AffinePiece, trusted_piece
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.refinement import Arrangement, Groups, names_once
-from reshard.geometry.tables import Ints, LinkTable, concatenated
+from reshard.geometry.tables import LinkTable, concatenated
 
 
 def locate(

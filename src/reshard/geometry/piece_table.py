@@ -15,8 +15,9 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.geometry.ordering import Ints, grouped_sums
 from reshard.geometry.piece import AffinePiece, trusted_piece
-from reshard.geometry.tables import Ints, LinkTable, grouped_sums
+from reshard.geometry.tables import LinkTable
 
 Floats = NDArray[np.float64]
 

@@ -38,8 +38,9 @@ from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import MAX_OFFSET, numel, span
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
 from reshard.geometry.notation import block_text, ranges_text
+from reshard.geometry.ordering import Ints, grouped_sums
 from reshard.geometry.refinement import names_once
-from reshard.geometry.tables import Ints, LinkTable, grouped_sums
+from reshard.geometry.tables import LinkTable
 
 PLAN_VERSION = 1
 """The version of the plan document that is written, and the newest that is read."""

@@ -24,17 +24,13 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
 from reshard.geometry.joins import overlapping_pairs
 from reshard.geometry.links import Link, meet
+from reshard.geometry.ordering import Ints, classes_of, expanded, places_of, starts_of
 from reshard.geometry.tables import (
-    Ints,
     LinkTable,
-    classes_of,
     clusters,
     concatenated,
-    expanded,
     folding_rows,
     outermost_expanded,
-    places_of,
-    starts_of,
 )
 
 
@@ -76,7 +72,9 @@ def grouped(label: Ints, items: Ints, groups: int) -> Groups:
 FEW_LINKS = 12
 """So few links are compared pair by pair."""
 FEW_STEPS = 8
-"""Outermost dimensions of at most so many steps are expanded to tell whether links are apart."""
+"""Outermost dimensions of at most so many steps are expanded to tell whether links are apart,"""
+SPARSE = 4
+"""where they step by more than so many times what is inside them."""
 
 
 class Arrangement:
@@ -335,12 +333,19 @@ def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
             return False
         if len(rows) <= FEW_LINKS and not len(folding_rows(table)):
             return _none_meet(table.links(), space.tolist())
-        steps = np.where(table.extent[:, 0] <= FEW_STEPS, table.extent[:, 0], 1)
+        steps = np.where(_sparse(table), table.extent[:, 0], 1)
         if steps.sum() > 2 * len(rows) + FEW_STEPS or (steps == 1).all():
             break
         again, table = outermost_expanded(table, steps)
         space = space[again]
     return Arrangement(table, np.arange(len(table)), space).disjoint
+
+
+def _sparse(table: LinkTable) -> NDArray[np.bool_]:
+    """Mark rows whose outermost dimension is a few steps over much more than lies inside it."""
+    inside = ((table.extent[:, 1:] - 1) * table.near_stride[:, 1:]).sum(axis=1) + 1
+    few = (table.extent[:, 0] > 1) & (table.extent[:, 0] <= FEW_STEPS)
+    return np.asarray(few & (table.near_stride[:, 0] > SPARSE * inside))
 
 
 def _none_meet(links: list[Link], spaces: list[int]) -> bool:

@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.geometry.links import Link
-
-Ints = NDArray[np.int64]
-"""An array of signed 64-bit integers."""
+from reshard.geometry.ordering import Ints, classes_of, expanded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,99 +186,6 @@ def concatenated(tables: Iterable[LinkTable]) -> LinkTable:
         np.concatenate([table.near_stride for table in padded]),
         np.concatenate([table.far_stride for table in padded]),
     )
-
-
-def expanded(starts: Ints, counts: Ints) -> Ints:
-    """Return the concatenation of ``range(start, start + count)`` for each pair.
-
-    >>> expanded(np.array([5, 0]), np.array([2, 3])).tolist()
-    [5, 6, 0, 1, 2]
-    """
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.asarray(
-        np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
-    )
-
-
-def classes_of(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Group rows that agree in all columns.
-
-    Returns
-    -------
-    order
-        The rows, sorted by the columns (first column most significant), stably.
-    label
-        The group of each row of ``order``, ascending from 0.
-    """
-    packed = _packed(columns)
-    order = np.argsort(packed[0], kind="stable") if len(packed) == 1 else np.lexsort(packed[::-1])
-    new = np.zeros(len(order), bool)
-    for column in packed:
-        ordered = column[order]
-        new[1:] |= ordered[1:] != ordered[:-1]
-    return order, np.cumsum(new)
-
-
-def _packed(columns: Sequence[Ints]) -> list[Ints]:
-    """Put several columns in one where their ranges allow it, keeping their order."""
-    packed: list[Ints] = []
-    room = 0
-    for column in columns:
-        if not len(column):
-            return [column]
-        low = int(column.min())
-        width = int(column.max()) - low + 1
-        if width == 1:
-            continue
-        if packed and room * width < 1 << 62:
-            packed[-1] = packed[-1] * width + (column - low)
-            room *= width
-        else:
-            packed.append(column)
-            room = width if low == 0 else 1 << 62
-            if 0 < width < 1 << 61:
-                packed[-1], room = column - low, width
-    return packed or [np.zeros(len(columns[0]), np.int64)]
-
-
-def places_of(values: Ints) -> tuple[Ints, Ints]:
-    """Return the place of each value among the distinct ones, and these, ascending.
-
-    >>> places_of(np.array([30, 10, 30]))[0].tolist()
-    [1, 0, 1]
-    """
-    order = np.argsort(values)
-    ordered = values[order]
-    new = np.ones(len(order), bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    place = np.empty(len(order), np.int64)
-    place[order] = np.cumsum(new) - 1
-    return place, ordered[new]
-
-
-def starts_of(label: Ints) -> Ints:
-    """Return where each group begins in labels that ascend from 0.
-
-    >>> starts_of(np.array([0, 0, 1, 2, 2])).tolist()
-    [0, 2, 3]
-    """
-    return np.flatnonzero(np.diff(label, prepend=-1))
-
-
-def grouped_sums(label: Ints, values: Ints) -> dict[int, int]:
-    """Return the exact sum of the values beside each label.
-
-    >>> grouped_sums(np.array([3, 1, 3]), np.array([5, 6, 7]))
-    {1: 6, 3: 12}
-    """
-    order = np.argsort(label, kind="stable")
-    ordered = label[order]
-    first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    if not len(first):
-        return {}
-    sums = np.add.reduceat(values[order], first)
-    return dict(zip(ordered[first].tolist(), sums.tolist(), strict=True))
 
 
 def clusters(table: LinkTable, spaces: Ints) -> tuple[Ints, NDArray[np.bool_]]:

@@ -27,10 +27,11 @@ from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
 from reshard.geometry.notation import ranges_text
+from reshard.geometry.ordering import Ints
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.refinement import Arrangement, Groups, names_once
-from reshard.geometry.tables import Ints, LinkTable, apart, folding_rows
+from reshard.geometry.tables import LinkTable, apart, folding_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from reshard.planning.plan import (
     PlannedSource,
     Route,
 )
-from reshard.planning.planner import SourceTable, filtered, origin_of, plan
+from reshard.planning.planner import SourceTable, filtered, identity_fill, origin_of, plan
 from reshard.planning.routes import RouteBook, identity_map
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "cut",
     "estimate",
     "filtered",
+    "identity_fill",
     "identity_map",
     "ordered",
     "origin_of",

@@ -208,7 +208,11 @@ def cut(move: Move, start: int, stop: int) -> Iterator[Move]:
     >>> [(m.shape, m.source_offset, m.target_offset) for m in cut(columns, 1, 5)]
     [((), 1, 1), ((), 2, 4)]
     """
-    low, high = _rank_at(move, start), _rank_at(move, stop)
+    if move.target_strides == (1,):
+        low = max(start - move.target_offset, 0)
+        high = min(stop - move.target_offset, move.shape[0])
+    else:
+        low, high = _rank_at(move, start), _rank_at(move, stop)
     if low >= high:
         return
     if high - low == move.numel:

@@ -19,6 +19,7 @@ from math import prod
 
 from reshard.errors import CheckpointError, InternalError, ScaledStateError, UsageError
 from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor
+from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.planning.plan import (
     Origin,
@@ -30,7 +31,7 @@ from reshard.planning.plan import (
     PlannedSource,
     Route,
 )
-from reshard.planning.routes import RouteBook, missing
+from reshard.planning.routes import RouteBook, identity_map, missing
 
 POLICIES = ("refuse", "first", "mean")
 SCALABLE_STATE = "fp32"
@@ -128,6 +129,28 @@ class SourceTable:
             PlannedSource(path, os.path.relpath(path, self._root).replace(os.sep, "/"), nbytes)
             for path, nbytes in self._sizes.items()
         )
+
+
+def identity_fill(
+    tensor: StoredTensor, table: SourceTable, book: RouteBook, dtype: DType | None = None
+) -> PlannedFill:
+    """The fill of a buffer that is the logical tensor itself, row-major.
+
+    Parameters
+    ----------
+    tensor
+        What fills it.
+    table, book
+        Places and routes.
+    dtype
+        Element type of the buffer, to which elements are rounded; None for the tensor's own.
+    """
+    route = book.route(identity_map(tensor.shape), tensor.map, 0)
+    places = tuple(table.place(tensor.regions[h], tensor, h) for h in route.holders)
+    wanted = dtype or tensor.dtype
+    stored = tensor.dtype if wanted != tensor.dtype else None
+    nbytes = tensor.numel * wanted.itemsize
+    return PlannedFill(tensor.key, wanted, tensor.shape, 0, nbytes, route, places, stored)
 
 
 class _Planner:

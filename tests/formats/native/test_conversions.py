@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,39 @@ def test_a_universal_folder_is_a_source_like_any_other(name: str, tmp_path: Path
     reshard.convert(case.path, tmp_path / "step3_universal")
     out = converted(tmp_path / "step3_universal", tmp_path / "native", stage=3, dp=3)
     assert compared(case.path, out).equal
+
+
+OUTPUTS: dict[str, list[dict[str, Any]]] = {
+    "golden/odd_z1_dp2_fp32": [{"stage": stage, "dp": stage + 1} for stage in range(4)],
+    "golden/odd_z2_dp2_bf16": [{"stage": stage, "dp": 5 - stage} for stage in range(4)],
+    "golden/odd_z1_dp2_bf16opt": [{"stage": stage, "dp": 3} for stage in range(4)],
+    "golden/odd_z2_dp2_round_robin": [{"stage": stage, "dp": 3} for stage in range(4)],
+    "golden/llama_z1_tp2dp2_fp32": [
+        {"stage": stage, "dp": 4 // tp, "tp": tp, "kv_heads": 2}
+        for stage, tp in ((0, 2), (1, 1), (2, 4), (3, 2))
+    ],
+    "0.19.8/plain_fp16forced_z1_dp2": [{"stage": stage, "dp": 3} for stage in range(4)],
+    "0.19.8/plain_sched_z3_dp2": [{"stage": stage, "dp": 3} for stage in range(4)],
+    "0.19.8/mixtral_ep2_z1_fp32": [
+        {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1), (3, 2))
+    ],
+    "0.19.8/native_moe_ep2_z1_fp32": [
+        {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1))
+    ],
+}
+"""What is written of each checkpoint, beside a universal folder."""
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_any_two_outputs_are_equal(name: str, tmp_path: Path) -> None:
+    source = case_named(name).path
+    outputs = [source, tmp_path / "step3_universal"]
+    reshard.convert(source, outputs[1], fsync=False)
+    for number, step in enumerate(OUTPUTS[name]):
+        outputs.append(converted(source, tmp_path / str(number), **step))
+    for left, right in itertools.combinations(outputs, 2):
+        found = reshard.verify(left, right)
+        assert (found.differences, found.values, found.equal) == ((), (), True), (left, right)
 
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:

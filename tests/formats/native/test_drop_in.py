@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from reshard.cli import main
 from reshard.errors import UsageError
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
@@ -52,6 +53,21 @@ def test_the_folder_is_whole_and_leads_to_the_checkpoint(trainer: Path, tmp_path
     assert not (out / "step2").exists()
     assert list(out.parent.iterdir()) == [out]
     assert any("rng_state_0.pth, rng_state_1.pth" in note for note in target.notes)
+
+
+def test_the_command_line_makes_the_folder_and_says_what_stays_behind(
+    trainer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new/checkpoint-3"
+    topology = ["--to", "deepspeed", "--stage", "3", "--dp", "3"]
+    assert main(["convert", str(trainer), str(out), *topology, "--drop-in", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "RNG states and data-loader positions of single ranks cannot be carried" in said
+    assert "left out, of ranks of another topology: rng_state_0.pth, rng_state_1.pth" in said
+    assert "verified: the output holds what its source holds, bit for bit" in said
+    assert {name: (out / name).read_bytes() for name in CARRIED} == CARRIED
+    assert (out / "latest").read_text() == "step3"
+    assert main(["verify", str(trainer), str(out)]) == 0
 
 
 def test_states_of_single_ranks_are_carried_to_the_same_ranks(

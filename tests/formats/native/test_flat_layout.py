@@ -36,8 +36,6 @@ def test_what_is_written_is_read_back(
     named = [{f"g{k}.p{i}": s for i, s in enumerate(shapes)} for k, shapes in enumerate(groups)]
     source, values = made_up(tmp_path / "source", named, config={"zero_optimization": zero})
     write(source, tmp_path / "out", stage=stage, dp=dp)
-    if stage == 0 and len({s for shapes in groups for s in shapes}) < sum(map(len, groups)):
-        return  # without ZeRO states carry no names, and equal shapes leave them open
     found = values_of(tmp_path / "out")
     assert found.keys() == values.keys()
     assert all(np.array_equal(found[key], values[key]) for key in values)

@@ -47,6 +47,7 @@ WITH_EXPERTS = [
     "mixtral_ep2_z3_fp32",
     "mixtral_1group_sub_ep2_z3",
     "qwen3moe_ep2_z3_fp32",
+    "native_moe_ep2_z1_fp32",
 ]
 """Beside the golden ones; their model is transformers' own."""
 
@@ -61,7 +62,9 @@ CASES = by_name(
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_are_deepspeeds_own(case: Case, tmp_path: Path) -> None:
     dp = case.topology["world"] // case.tp
-    home = {"stage": case.stage, "dp": dp, "tp": case.tp, "ep": case.topology.get("ep") or 1}
+    arguments = case.topology.get("model_args", {})
+    ep = max(case.topology.get("ep") or 1, arguments.get("ep", 1))
+    home = {"stage": case.stage, "dp": dp, "tp": case.tp, "ep": ep}
     out = converted(case.path, tmp_path, **home) / "step3"
     names = sorted(path.name for path in case.tag_path.glob("*.pt"))
     assert sorted(path.name for path in out.glob("*.pt")) == names

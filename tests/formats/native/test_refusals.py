@@ -94,10 +94,12 @@ def test_heads_that_maps_leave_open_are_asked_for() -> None:
     lay_out(source, tp=4, kv_heads=2)
 
 
-def test_half_precision_without_zero_is_refused() -> None:
-    source = open_checkpoint(case_named("golden/odd_z2_dp2_bf16").path)
-    with pytest.raises(UnsupportedError, match=r"without ZeRO .* choose --stage 1"):
-        lay_out(source, stage=0)
+def test_elastic_checkpoints_keep_no_hyperparameters() -> None:
+    source = open_checkpoint(case_named("0.19.8/plain_elastic_z1_dp2").path)
+    with pytest.raises(
+        CheckpointError, match=r"hyperparameters of every .* expected 2 groups, found 0; next: Deep"
+    ):
+        lay_out(source, stage=1)
 
 
 def test_zero3_in_fp16_needs_a_scaler_that_another_type_has_not(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reshard.api import Checkpoint, ConversionReport, Inspection
     from reshard.errors import ReshardError
     from reshard.formats.checkpoint import StoredTensor
+    from reshard.formats.registry import ReadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def draw_inspection(
     folder: str,
     also: Sequence[str],
     layout: str | None,
+    reading: ReadOptions | None,
     found: Inspection | ReshardError,
 ) -> None:
     """Write the page of a checkpoint, or of a folder that could not be opened as one.
@@ -77,7 +79,7 @@ def draw_inspection(
     ----------
     path
         Where the page goes.
-    folder, also, layout
+    folder, also, layout, reading
         As they were given.
     found
         What inspecting found, or why it could not.
@@ -85,7 +87,7 @@ def draw_inspection(
     from reshard.api import Inspection, diagnose
     from reshard.cli.pictures.inspection_page import inspection_page
 
-    diagnosis = diagnose(folder, also=also, layout=layout)
+    diagnosis = diagnose(folder, also=also, layout=layout, reading=reading)
     if isinstance(found, Inspection):
         write_picture(path, inspection_page(diagnosis, found, None))
     else:

@@ -27,6 +27,7 @@ from reshard.formats.deepspeed.numbered import inner_optimizer
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.loss_scale import effective_settings
 from reshard.formats.model_keys import (
     CARRIED,
     OF_THE_PARTITIONS,
@@ -93,7 +94,7 @@ def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[
         require_one_value(stated, f"the hyperparameters of group {index}")
     return {
         "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
-        "optimizer_settings": Extra(settings, first.file),
+        "optimizer_settings": Extra(effective_settings(settings), first.file),
     }
 
 

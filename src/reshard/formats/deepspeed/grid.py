@@ -29,6 +29,7 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.folders import TagFolder
+from reshard.formats.torch_archive import same_value, short_repr
 
 _COMPARE_BYTES = 1 << 22
 
@@ -133,8 +134,11 @@ def require_one_value(values: Mapping[str, object], what: str) -> None:
     what
         The thing, for the message.
     """
-    if len({repr(value) for value in values.values()}) > 1:
-        stated = "; ".join(f"{Path(file).name}: {value}" for file, value in values.items())
+    first = next(iter(values.values()), None)
+    if not all(same_value(first, value) for value in values.values()):
+        stated = "; ".join(
+            f"{Path(file).name}: {short_repr(value)}" for file, value in values.items()
+        )
         raise CheckpointError(
             f"ranks disagree on {what}",
             file=next(iter(values)),

@@ -22,6 +22,7 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Scalar
 from reshard.formats.deepspeed.optimizer_records import uncuttable
 from reshard.formats.deepspeed.partitions import MASTER
+from reshard.formats.loss_scale import effective_settings
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import Archive, TensorRecord, read_scalar
 
@@ -86,13 +87,13 @@ def has_optimizer(archive: Archive) -> bool:
     return Cursor(archive.root, archive.path).maybe("optimizer") is not None
 
 
-def wrapper_settings(archive: Archive) -> dict[str, object]:
-    """What the wrapper for half precision keeps beside: clipping, the loss scale."""
+def plain_settings(archive: Archive) -> dict[str, object]:
+    """What lies beside states and groups: clipping, the loss scale of half precision."""
     optimizer = Cursor(archive.root, archive.path).at("optimizer")
-    if optimizer.maybe(_INNER) is None:
-        return {}
-    bulk = (_INNER, _MASTERS, _FLAT_MASTERS)
-    return {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+    bulk = (_INNER, _MASTERS, _FLAT_MASTERS, "state", "param_groups")
+    return effective_settings(
+        {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+    )
 
 
 def inner_optimizer(archive: Archive) -> Cursor:

@@ -53,7 +53,7 @@ from reshard.formats.deepspeed.module import (
     zero3_tensors,
 )
 from reshard.formats.deepspeed.names import FileKind
-from reshard.formats.deepspeed.numbered import has_optimizer, wrapper_settings
+from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import read_layers
@@ -74,10 +74,14 @@ from reshard.formats.deepspeed.unsharded_experts import (
     require_one_column,
 )
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
+from reshard.formats.dtypes import DType
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.model_dtypes import MODULE_EXTRA
+from reshard.formats.model_keys import client_state, text_keyed
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
+from reshard.formats.torch_archive import same_value
 from reshard.geometry import ParamAffineMap, nest
 
 Cells = dict[tuple[int, int], ModelStates]
@@ -387,10 +391,11 @@ class _Reading:
                 self.found.name_group(group, name)
         extras: dict[str, Extra] = collect_extras(self.columns, self.ranks, self.found)
         if self.stage == 0:
-            settings = wrapper_settings(first.archive)
+            settings = plain_settings(first.archive)
             extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
         if self.pipeline is not None:
             extras[PIPELINE] = Extra(self.pipeline)
+        extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)
         restore_keys = governor.restore_keys
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
@@ -423,6 +428,14 @@ class _Reading:
                     if copy is not None:
                         yield copy
 
+    def _module_dtypes(self) -> dict[str, DType]:
+        """Element type of every weight in the state dict of the model, in its order."""
+        dtypes: dict[str, DType] = {}
+        for column in map(self._with_layers, self.columns):
+            for name, record in (column.module or {}).items():
+                dtypes.setdefault(name, record.dtype)
+        return dtypes
+
     def _topology(self) -> Topology:
         autoep = self.experts.autoep
         ep = self.native_ep if autoep is None else max(self.native_ep, autoep.ep_size)
@@ -444,8 +457,30 @@ class _Reading:
                 next_step="to resume, copy the *_optim_states.pt files here, or name their folder "
                 "with --also",
             )
+        archives = [model.archive for model in self.models.values()]
+        archives += [rank.archive for rank in self.ranks.values()]
+        for archive in archives:
+            yield from (Problem(text, archive.path) for text in archive.problems)
+        yield from self._other_client_states()
         trained = {tensor.name for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
         yield from report_absent_states(self.tensors, sorted(trained), self.scalars)
+
+    def _other_client_states(self) -> Iterator[Problem]:
+        """Under ZeRO-3 every rank saves a client state; those of a column may differ."""
+        for mp, first in enumerate(self.columns):
+            own = client_state(text_keyed(first.archive.root))
+            for dp in range(1, self.degrees.dp):
+                model = self.models.get((dp, mp))
+                if model is None:
+                    continue
+                other = client_state(text_keyed(model.archive.root))
+                keys = [k for k in {**own, **other} if not same_value(own.get(k), other.get(k))]
+                if keys:
+                    yield Problem(
+                        f"the client state of data-parallel rank {dp} differs from that of rank 0, "
+                        f"which is taken: {', '.join(keys)}",
+                        model.file,
+                    )
 
 
 def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:

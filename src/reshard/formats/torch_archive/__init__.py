@@ -6,6 +6,7 @@ gives an :class:`ArchiveLayout`: the file to be for a tree of the same values an
 :class:`NewTensor`, as pure data. Nothing here imports torch, NumPy or DeepSpeed.
 """
 
+from reshard.formats.torch_archive.bare_pickle import read_pickle, write_pickle
 from reshard.formats.torch_archive.checksum import crc32, crc32_combine
 from reshard.formats.torch_archive.comparison import same_value
 from reshard.formats.torch_archive.contents import read_bytes, read_scalar
@@ -23,7 +24,7 @@ from reshard.formats.torch_archive.known import (
     NumpyScalar,
     SubparamShape,
 )
-from reshard.formats.torch_archive.reader import Archive, read_archive
+from reshard.formats.torch_archive.reader import Archive, read_archive, read_archive_within
 from reshard.formats.torch_archive.tensors import (
     NewTensor,
     ParameterForm,
@@ -46,6 +47,7 @@ from reshard.formats.torch_archive.writer import (
     lay_out_archive,
     write_archive,
 )
+from reshard.formats.torch_archive.zip_directory import ByteWindow, FileBytes
 
 __all__ = [
     "FRAGMENT_ADDRESS",
@@ -53,10 +55,12 @@ __all__ = [
     "ZERO_STAGE",
     "Archive",
     "ArchiveLayout",
+    "ByteWindow",
     "DefaultDict",
     "Device",
     "DynamicLossScaler",
     "EnumRecord",
+    "FileBytes",
     "FragmentAddress",
     "Global",
     "LossScaler",
@@ -78,9 +82,12 @@ __all__ = [
     "crc32_combine",
     "lay_out_archive",
     "read_archive",
+    "read_archive_within",
     "read_bytes",
+    "read_pickle",
     "read_scalar",
     "same_value",
     "short_repr",
     "write_archive",
+    "write_pickle",
 ]

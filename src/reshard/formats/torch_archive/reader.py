@@ -45,7 +45,7 @@ class Archive:
     path
         The file.
     size
-        Its length in bytes.
+        Length of the file in bytes.
     name
         The one folder of the archive, which ``torch.save`` calls after the file it wrote.
     root
@@ -96,8 +96,29 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
         Its pickle names a global that never belongs in a checkpoint.
     """
     with FileBytes(os.fspath(path)) as source:
-        _refuse_other_formats(source)
-        return _Opening(source, read_directory(source)).archive()
+        return read_archive_within(source)
+
+
+def read_archive_within(source: FileBytes) -> Archive:
+    """Open an archive that is a byte range of an open file, or the whole of it.
+
+    Parameters
+    ----------
+    source
+        The file, or a :class:`~reshard.formats.torch_archive.zip_directory.ByteWindow` of one.
+
+    Returns
+    -------
+    Archive
+        The tree; places of storages are counted from the start of the file.
+
+    Raises
+    ------
+    ArchiveError, HostileFileError
+        As for :func:`read_archive`.
+    """
+    _refuse_other_formats(source)
+    return _Opening(source, read_directory(source)).archive()
 
 
 def _refuse_other_formats(source: FileBytes) -> None:
@@ -132,7 +153,7 @@ class _Opening:
             raise construction.located(error, end) from error
         return Archive(
             path=self.source.path,
-            size=self.source.size,
+            size=self.source.file_size,
             name=self.folder,
             root=root,
             tensors=tuple(construction.tensors),
@@ -234,7 +255,7 @@ class _Opening:
             dtype=dtype,
             numel=numel,
             location=location,
-            offset=locate(self.source, entry),
+            offset=self.source.start + locate(self.source, entry),
             nbytes=entry.nbytes,
             crc32=entry.crc32,
         )

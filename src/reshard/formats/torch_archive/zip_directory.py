@@ -72,10 +72,11 @@ class FileBytes:
         How many bytes of its end to keep.
     """
 
-    __slots__ = ("_descriptor", "_tail", "_tail_start", "path", "size")
+    __slots__ = ("_descriptor", "_tail", "_tail_start", "file_size", "path", "size", "start")
 
     def __init__(self, path: str, *, tail: int = _TAIL) -> None:
         self.path = path
+        self.start = 0
         try:
             # Without O_NONBLOCK, opening a pipe would wait for a writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -89,7 +90,7 @@ class FileBytes:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ArchiveError("this is a folder or a device and not a file", file=path)
-            self._tail_start = self.size = status.st_size
+            self._tail_start = self.size = self.file_size = status.st_size
             self._tail = self.read(max(0, self.size - tail), min(self.size, tail))
             self._tail_start -= len(self._tail)
         except (ArchiveError, OSError):
@@ -116,7 +117,8 @@ class FileBytes:
         try:
             while missing > 0:
                 # One read call gives at most 2 GiB on Linux.
-                part = os.pread(self._descriptor, min(missing, 1 << 30), offset + nbytes - missing)
+                at = self.start + offset + nbytes - missing
+                part = os.pread(self._descriptor, min(missing, 1 << 30), at)
                 if not part:
                     break
                 parts.append(part)
@@ -132,6 +134,44 @@ class FileBytes:
                 next_step=_CUT_SHORT,
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class ByteWindow(FileBytes):
+    """A byte range of an open file, read like a file of its own; closing it closes nothing.
+
+    Parameters
+    ----------
+    source
+        The file, which stays open as long as the window is read.
+    start, size
+        The range, in bytes.
+
+    Raises
+    ------
+    ArchiveError
+        The range does not lie inside the file.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, source: FileBytes, start: int, size: int) -> None:
+        if start + size > source.size:
+            raise ArchiveError(
+                f"the file ends early: no {size} bytes at {start}",
+                file=source.path,
+                expected=f"{start + size} bytes",
+                found=f"{source.size} bytes",
+                next_step=_CUT_SHORT,
+            )
+        self.path = source.path
+        self._descriptor = source._descriptor  # noqa: SLF001 - one class, two kinds of range
+        self.start = source.start + start
+        self.size = self._tail_start = size
+        self.file_size = source.file_size
+        self._tail = b""
+
+    def close(self) -> None:
+        """Do nothing: the file is the source's."""
 
 
 def _unreadable(path: str, error: Exception) -> ArchiveError:

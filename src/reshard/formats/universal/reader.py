@@ -27,6 +27,7 @@ from reshard.formats.checkpoint import (
     Topology,
 )
 from reshard.formats.folders import TagFolder
+from reshard.formats.loss_scale import effective_settings
 from reshard.formats.model_keys import (
     CARRIED,
     OF_THE_PARTITIONS,
@@ -288,7 +289,7 @@ def _extras(model: Cursor | None, optimizer: Archive | None, folder: Path) -> di
         dropped = OF_THE_PARTITIONS.union((SCALARS, LAYERS))
         settings = {key: value for key, value in root.items() if key not in dropped}
         extras["param_groups"] = Extra(hyper if any(hyper) else [], optimizer.path)
-        extras["optimizer_settings"] = Extra(settings, optimizer.path)
+        extras["optimizer_settings"] = Extra(effective_settings(settings), optimizer.path)
         layers = Cursor(root, optimizer.path).maybe(LAYERS)
         if layers is not None:
             extras[PIPELINE] = Extra(read_pipeline(layers), optimizer.path)

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
+from reshard.formats.deepspeed.native_moe import is_native
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
+from reshard.formats.deepspeed.writing.native_experts import in_model_order
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_of, source_stage
 from reshard.formats.dtypes import DType
+from reshard.formats.model_dtypes import stated_dtypes
 from reshard.formats.pipelines import PIPELINE, Pipeline
-
-MODULE_EXTRA = "module"
-"""Extra with the source's state dict: name -> element type, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +216,30 @@ def _groups(
         orders = [_undealt(_texts(owned), dealt) for owned in names]
     else:
         orders = [pipeline.group(index) for index in range(len(names))]
-    return tuple(
+    groups = [
         Group(tuple(owned), _without_params(kept))
         for owned, kept in zip(orders, settings, strict=True)
-    )
+    ]
+    return tuple(_experts_in_order(group, checkpoint, config) for group in groups)
+
+
+def _experts_in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
+    """A group of native experts in the order of the model; any other as it is."""
+    if not group.has_experts:
+        return group
+    if _ranks_dealt_to(checkpoint, config) > 1:
+        raise UnsupportedError(
+            "experts whose flat buffers were dealt out round robin cannot be written natively",
+            file=checkpoint.path,
+            found="round_robin_gradients: true",
+            next_step="convert to universal instead",
+        )
+    if not all(map(is_native, group.names)):
+        return group
+    # a universal folder has no ranks of its own, but the group is still called after the degree
+    degree = str(group.settings.get("name", "")).removeprefix("ep_size_")
+    ep = int(degree) if degree.isdecimal() else checkpoint.topology.ep
+    return replace(group, names=tuple(in_model_order(group.names, ep)))
 
 
 def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
@@ -306,11 +326,7 @@ def _stored_module(checkpoint: Checkpoint, pipeline: Pipeline | None) -> dict[st
             for layer in pipeline.layers
             for local, dtype in layer.tensors.items()
         }
-    extra = checkpoint.extras.get(MODULE_EXTRA)
-    value = extra.value if extra is not None else None
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(name): dtype for name, dtype in value.items() if isinstance(dtype, DType)}
+    return stated_dtypes(checkpoint)
 
 
 def _model_dtype(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from reshard.formats.deepspeed.native_moe import split_name
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
+from reshard.formats.deepspeed.writing.expert_grid import ExpertBlock
 from reshard.formats.deepspeed.writing.model_files import Column
 from reshard.formats.target import OutputFile
-from reshard.layouts.builders import contiguous_split_map
+from reshard.layouts.builders import contiguous_split_map, replicated_map
 
 
 def expert_files(column: Column) -> Iterator[OutputFile]:
@@ -26,10 +28,13 @@ def expert_files(column: Column) -> Iterator[OutputFile]:
     for block in column.experts.blocks:
         for expert in range(block.num_experts):
             bulk = Bulk()
-            root = {
-                f"{name}.{expert}": _expert(column, name, expert, shape, bulk)
-                for name, shape in block.shapes.items()
-            }
+            if column.experts.is_native:
+                root = dict(_native(column, block, expert, bulk))
+            else:
+                root = {
+                    f"{name}.{expert}": _expert(column, name, expert, shape, bulk)
+                    for name, shape in block.shapes.items()
+                }
             name = f"layer_{block.number}_expert_{expert}_mp_rank_{column.mp:02d}_model_states.pt"
             yield shelf.file(name, root, bulk, None)
 
@@ -41,3 +46,15 @@ def _expert(column: Column, name: str, expert: int, shape: tuple[int, ...], bulk
     stored = contents.checkpoint.tensors[name, MASTER].dtype
     dtype = contents.dtypes[name]
     return bulk.shard((name,), (name, MASTER), dtype, shape[1:], each, expert, stored)
+
+
+def _native(
+    column: Column, block: ExpertBlock, expert: int, bulk: Bulk
+) -> Iterator[tuple[str, object]]:
+    """The parameters of one expert, under its number in the layer."""
+    contents = column.contents
+    for name, shape in block.shapes.items():
+        if split_name(name)[1] == expert:
+            stored, dtype = contents.checkpoint.tensors[name, MASTER].dtype, contents.dtypes[name]
+            whole = replicated_map(shape, 1)
+            yield name, bulk.shard((name,), (name, MASTER), dtype, shape, whole, 0, stored)

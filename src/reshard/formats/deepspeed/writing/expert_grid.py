@@ -7,6 +7,9 @@ expert parameter has `ep` shards where a dense one has as many as there are tens
 `ep_rank(D)`. By default neighbours are in one expert-parallel group (`ep_rank = D mod ep`); with
 ``use_data_before_expert_parallelism`` neighbours hold the same experts.
 
+DeepSpeed's own MoE layers keep a parameter an expert instead (`native_experts`): each is whole on
+one EP rank. They stand in the same grid.
+
 Experts are in parameter groups of their own, marked `moe` and named after the degree. Below ZeRO-3
 the weights of each expert are a file; under ZeRO-3 there are only the rank files, and the optimizer
 file tells which ranks share each sub-group, which DeepSpeed compares when it loads.
@@ -22,8 +25,15 @@ from dataclasses import dataclass
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.experts import PARTITIONED, WEIGHTS
+from reshard.formats.deepspeed.native_moe import is_native as is_native_expert
+from reshard.formats.deepspeed.native_moe import split_name
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut
+from reshard.formats.deepspeed.writing.native_experts import (
+    count_experts,
+    cut_to_rank,
+    local_names,
+)
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.settings import INFO
 from reshard.geometry import maps_to_document
@@ -68,12 +78,15 @@ class ExpertGrid:
         Degrees.
     data_first
         Whether neighbours hold the same experts.
+    is_native
+        Whether the layers are DeepSpeed's own, which keep a parameter an expert.
     """
 
     blocks: tuple[ExpertBlock, ...]
     dp: int
     ep: int
     data_first: bool = False
+    is_native: bool = False
 
     @property
     def edp(self) -> int:
@@ -102,9 +115,26 @@ class ExpertGrid:
         """Name of the parameter groups of experts."""
         return f"ep_size_{self.ep}"
 
-    def cut_of(self, shape: tuple[int, ...]) -> Cut:
-        """How an expert parameter is cut over EP ranks."""
+    def cuts(self) -> dict[str, Cut]:
+        """How every expert parameter is cut over EP ranks."""
+        return {
+            name: self._cut_of(block, name, shape)
+            for block in self.blocks
+            for name, shape in block.shapes.items()
+        }
+
+    def _cut_of(self, block: ExpertBlock, name: str, shape: tuple[int, ...]) -> Cut:
+        if self.is_native:
+            return cut_to_rank(shape, split_name(name)[1] * self.ep // block.num_experts)
         return Cut.exact(expert_map(ExpertPlacement.uniform(shape[0], self.ep), shape))
+
+    @property
+    def local_names(self) -> dict[str, str]:
+        """Names that a rank has of its own for its experts."""
+        if not self.is_native:
+            return {}
+        counts = {block.prefix: block.num_experts for block in self.blocks}
+        return local_names(self.names, counts, self.ep)
 
     def metadata(self, stage: int, dp_rank: int) -> list[dict[str, object]]:
         """`ds_autoep_layers` of the file that a rank writes."""
@@ -156,7 +186,10 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
             found=f"stage {options.stage}, tp {options.tp}",
             next_step="choose --stage 1 and --tp 1",
         )
-    blocks = tuple(_blocks(contents, names))
+    is_native = any(map(is_native_expert, names))
+    if is_native:
+        _require_native_target(contents, options, names)
+    blocks = tuple((_native_blocks if is_native else _blocks)(contents, names))
     for block in blocks:
         if block.num_experts % options.ep:
             raise UsageError(
@@ -166,7 +199,46 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
             )
     raw = contents.config.raw
     first = isinstance(raw, Mapping) and raw.get("use_data_before_expert_parallelism") is True
-    return ExpertGrid(blocks, options.dp, options.ep, first)
+    return ExpertGrid(blocks, options.dp, options.ep, first, is_native)
+
+
+def _require_native_target(contents: Contents, options: NativeOptions, names: list[str]) -> None:
+    """Refuse what native experts cannot be written for."""
+    groups = [group for group in contents.groups if group.has_experts]
+    degrees = {str(group.settings.get("name")) for group in groups}
+    untrained = [n for n in (*contents.frozen, *contents.buffers) if is_native_expert(n)]
+    found = None
+    if not all(map(is_native_expert, names)):
+        found = "experts of AutoEP beside them"
+    elif options.stage == 3:
+        found = "--stage 3, under which DeepSpeed trains none"
+    elif len(degrees) > 1:
+        found = f"layers of several expert-parallel degrees: {', '.join(sorted(degrees))}"
+    elif untrained:
+        found = f"frozen parameters or buffers of experts: {untrained[0]}"
+    if found is not None:
+        raise UnsupportedError(
+            "experts of DeepSpeed's own MoE layers cannot be written natively",
+            found=found,
+            next_step="convert to universal instead",
+        )
+
+
+def _native_blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
+    """Layers in the order of the model, which a parameter group that has them all tells."""
+    counts = count_experts(names)
+    groups = [group.names for group in contents.groups if group.has_experts]
+    order = next((o for o in map(count_experts, groups) if o.keys() == counts.keys()), None)
+    if order is None:
+        raise UnsupportedError(
+            "no parameter group has experts of every layer, so the order of the layers is not "
+            "known",
+            found=", ".join(counts),
+            next_step="convert to universal instead",
+        )
+    for number, prefix in enumerate(order):
+        shapes = {name: contents.shape(name) for name in names if split_name(name)[0] == prefix}
+        yield ExpertBlock(number, prefix, prefix, counts[prefix], shapes)
 
 
 def _blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
@@ -176,7 +248,7 @@ def _blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
         prefix, _, weight = name.rpartition(".")
         if weight not in WEIGHTS:
             raise UnsupportedError(
-                "experts of DeepSpeed's own MoE layers cannot be written natively",
+                "experts of an unknown kind cannot be written natively",
                 parameter=name,
                 next_step="convert to universal instead",
             )

@@ -161,12 +161,15 @@ def _of_experts(column: Column, rank: int) -> dict[str, object]:
     grid = column.experts
     if grid is None:
         return {}
+    counts = [block.num_experts for block in grid.blocks]
+    if grid.is_native:
+        return {"num_experts": counts, "ds_autoep_layers": None}
     layers = grid.metadata(column.options.stage, rank)
     info = column.part.get(INFO)
     kept = {str(k): v for k, v in info.items()} if isinstance(info, Mapping) else {}
     kept.setdefault("universal_checkpoint_version", INFO_VERSION)
     return {
-        "num_experts": [block.num_experts for block in grid.blocks],
+        "num_experts": counts,
         "ds_autoep_layers": layers,
         INFO: {**kept, "expert_parameter_patterns": list(PATTERNS), "ds_autoep_layers": layers},
     }

@@ -32,17 +32,11 @@ from reshard.formats.torch_archive import (
     ZERO_STAGE,
     EnumRecord,
     FragmentAddress,
-    Global,
     NewTensor,
-    ObjectRecord,
-    Step,
 )
 
 Own = tuple[FlatGroup, FlatPartition]
 """A flat buffer that a rank takes part in, and its partition of it."""
-
-LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
-"""Class of the loss scaler that does nothing, which every run has that is not in fp16."""
 
 
 def optimizer_tree(
@@ -81,14 +75,9 @@ def optimizer_tree(
     else:
         body = _flat_body(own, stage, settings, states, masters)
         body["ds_version"] = head["ds_version"]
-        body["param_slice_mappings"] = [_mapping(part) for _, part in own]
+        names = next((bank.experts.local_names for bank in banks if bank.experts), {})
+        body["param_slice_mappings"] = [_mapping(part, names) for _, part in own]
     return {"optimizer_state_dict": body, **head}
-
-
-def still_loss_scaler() -> ObjectRecord:
-    """The loss scaler of a run that needs none: the factor 1."""
-    state = Step("state", {"cur_scale": 1.0, "dynamic": False})
-    return ObjectRecord(form="newobj", callable=LOSS_SCALER, steps=[state])
 
 
 # --------------------------------------------------------------------------- the two dialects
@@ -113,9 +102,10 @@ def _flat_body(
     }
 
 
-def _mapping(part: FlatPartition) -> OrderedDict[str, FragmentAddress]:
+def _mapping(part: FlatPartition, names: Mapping[str, str]) -> OrderedDict[str, FragmentAddress]:
     return OrderedDict(
-        (window.name, FragmentAddress.of(window.numel, window.start)) for window in part.windows
+        (names.get(window.name, window.name), FragmentAddress.of(window.numel, window.start))
+        for window in part.windows
     )
 
 
@@ -127,10 +117,8 @@ def _zero3_body(
     masters: Sequence[NewTensor],
 ) -> dict[str, object]:
     """ZeRO-3, whose loader demands a loss scaler."""
-    still = {"loss_scaler": still_loss_scaler(), "dynamic_loss_scale": False, "overflow": False}
     return {
         "zero_stage": stage,
-        **still,
         **settings,
         "partition_count": dp,
         "optimizer_state_dict": states,

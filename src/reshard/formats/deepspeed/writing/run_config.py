@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.dtypes import DTYPES, DType
+from reshard.formats.dtypes import DType
+from reshard.formats.model_dtypes import configured_dtype
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of ``zero_optimization.sub_group_size``, in elements."""
-
-_DTYPE_SECTIONS = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-"""Sections of the configuration that choose the model's element type."""
 
 _SINGLE = ("fp32", "float32")
 """Spellings of single precision under ``data_types``."""
@@ -65,12 +63,7 @@ class RunConfig:
     @property
     def model_dtype(self) -> DType | None:
         """The element type of the model, None when the configuration is not stored."""
-        if not self.is_known:
-            return None
-        for key, name in _DTYPE_SECTIONS:
-            if self.section(key).get("enabled") is True:
-                return DTYPES[name]
-        return DTYPES["float32"]
+        return configured_dtype(self.raw)
 
     @property
     def round_robin(self) -> bool:

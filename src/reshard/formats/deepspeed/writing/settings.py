@@ -24,6 +24,7 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing.contents import Contents, listed
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.loss_scale import DYNAMIC, SCALE_NUMBERS, SCALER, still_settings
 from reshard.formats.torch_archive import same_value
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ SPOKEN_VERSION = "0.19.8"
 
 INFO = "universal_checkpoint_info"
 COUNTERS = ("global_steps", "skipped_steps")
-SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale")
-_HALF = "float16"
+HALF = "float16"
+"""The element type that needs a loss scaler."""
 
 
 # --------------------------------------------------------------------------- model-state files
@@ -104,7 +105,7 @@ def target_config(contents: Contents, options: NativeOptions) -> object:
     if "autotp_size" in parallel or options.tp > 1:
         config["tensor_parallel"] = {**parallel, "autotp_size": options.tp}
     if options.dtype is not None:
-        for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", _HALF)):
+        for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", HALF)):
             enabled = options.dtype.name == name
             if key in config or (enabled and key != "bfloat16"):
                 config[key] = {**contents.config.section(key), "enabled": enabled}
@@ -122,24 +123,46 @@ def optimizer_settings(contents: Contents, options: NativeOptions) -> dict[str, 
     UnsupportedError
         When ZeRO-3 in fp16 would need a loss scaler that the source does not have.
     """
+    settings = carried_settings(contents)
+    kept = {key: value for key, value in settings.items() if key not in SCALE_NUMBERS}
+    if SCALER in kept:
+        return kept
+    if scales_nothing(contents):
+        keeps_none = contents.config.uses_bf16_optimizer(options.stage, contents.model_dtype)
+        return kept if keeps_none else {**still_settings(), **kept}
+    if options.stage == 3:
+        raise UnsupportedError(
+            "ZeRO-3 takes its loss scaler from the checkpoint, and the source has none for fp16",
+            next_step="choose --stage 1 or 2, whose engines make one",
+        )
+    return {key: value for key, value in kept.items() if key != DYNAMIC}
+
+
+def scales_nothing(contents: Contents) -> bool:
+    """Whether the loss scale is the number 1: always but in fp16, and there if the source's is."""
+    if contents.model_dtype.name != HALF:
+        return True
+    before = contents.config.model_dtype
+    settings = carried_settings(contents)
+    return before is not None and before.name == HALF and not {SCALER, DYNAMIC} & settings.keys()
+
+
+def carried_settings(contents: Contents) -> dict[str, object]:
+    """Settings of the source's optimizer; of another element type without its loss scaler."""
     extra = contents.checkpoint.extras.get("optimizer_settings")
     value = extra.value if extra is not None else None
     settings = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
     if _scaler_fits(contents):
         return settings
-    if options.stage == 3 and contents.model_dtype.name == _HALF:
-        raise UnsupportedError(
-            "ZeRO-3 takes its loss scaler from the checkpoint, and the source has none for fp16",
-            next_step="choose --stage 1 or 2, whose engines make one",
-        )
-    return {key: value for key, value in settings.items() if key not in SCALER_KEYS}
+    scaler_keys = (SCALER, DYNAMIC, *SCALE_NUMBERS)
+    return {key: value for key, value in settings.items() if key not in scaler_keys}
 
 
 def _scaler_fits(contents: Contents) -> bool:
     """Whether source and target are both in fp16, or neither is."""
     before = contents.config.model_dtype
     known = before is not None and before != contents.model_dtype
-    return not known or _HALF not in (before.name if before else "", contents.model_dtype.name)
+    return not known or HALF not in (before.name if before else "", contents.model_dtype.name)
 
 
 # --------------------------------------------------------------------------- the report
@@ -225,3 +248,8 @@ def _carried_notes(contents: Contents, options: NativeOptions) -> Iterator[str]:
         yield f"frozen parameters are rounded to {options.dtype}"
     if not _scaler_fits(contents):
         yield "the loss scaler is left out, because it belongs to another element type"
+    elif options.stage and DYNAMIC in (found := carried_settings(contents)) and SCALER not in found:
+        yield (
+            "an engine without ZeRO keeps too little of its loss scaler: the run that resumes "
+            "begins with a new one"
+        )

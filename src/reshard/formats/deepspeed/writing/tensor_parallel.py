@@ -162,7 +162,7 @@ def cuts_of(
     """
     finder = CutFinder(contents, options, source, source.keys(options.tp))
     if experts is not None:
-        finder.found |= {name: experts.cut_of(contents.shape(name)) for name in experts.names}
+        finder.found |= experts.cuts()
     return finder.cuts()
 
 

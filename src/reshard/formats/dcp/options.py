@@ -1,0 +1,86 @@
+"""What the user may choose about a DCP folder that is written.
+
+Theory. DCP fixes how a tree is stored and leaves the tree to the training loop. Two trees are in
+use: that of PyTorch's own examples, with ``get_state_dict`` under ``model`` and ``optim``, and that
+of torchtitan, with the model at the root and the flattened optimizer under ``optimizer``. A third
+one is a :class:`Tree` of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reshard.errors import UsageError
+from reshard.formats.dtypes import DType
+
+DEFAULT_SHARD_BYTES = 4 << 30
+"""Largest data file unless told otherwise."""
+
+LARGEST_CHUNK_BYTES = 64 << 20
+"""Largest chunk. A rank that needs a part of a chunk reads all of it (``FileSystemReader``), so a
+chunk of a whole embedding would be read by every rank."""
+
+
+ARCHIVE_BYTES = 2048
+"""What an archive takes beside the elements of its chunk, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where the model and the optimizer are in the tree.
+
+    Parameters
+    ----------
+    model, optimizer
+        Key of each; an empty one is the root.
+    flattened
+        Whether the optimizer is in the form of ``flatten_optimizer_state_dict=True``.
+    """
+
+    model: str = "model"
+    optimizer: str = "optim"
+    flattened: bool = False
+
+
+TREES: Mapping[str, Tree] = {
+    "get_state_dict": Tree(),
+    "torchtitan": Tree("", "optimizer", flattened=True),
+}
+"""Trees by the name that the user knows them by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpOptions:
+    """What to choose about the output.
+
+    Parameters
+    ----------
+    tree
+        Where things are.
+    max_shard_bytes
+        Largest data file, in bytes; one row of a tensor may exceed it.
+    dtype
+        Element type of the weights of parameters; None keeps the source's, which for a trained
+        parameter is that of its master weights.
+
+    Raises
+    ------
+    UsageError
+        A size that is none, or an element type that weights cannot be rounded to.
+    """
+
+    tree: Tree = field(default_factory=Tree)
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    dtype: DType | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest chunk, such that its archive fits into a data file."""
+        return max(1, min(self.max_shard_bytes - ARCHIVE_BYTES, LARGEST_CHUNK_BYTES))
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1:
+            raise UsageError("a data file needs a size", found=self.max_shard_bytes)
+        if self.dtype is not None and not self.dtype.is_floating:
+            raise UsageError("weights are floating point", found=self.dtype)

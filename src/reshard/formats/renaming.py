@@ -1,0 +1,211 @@
+r"""Other names for parameters: the way from one code's names to another's.
+
+Theory. A renaming is a list of rules and, or, a table. A *rule* ``OLD=NEW`` is a regular expression
+and what its first match in a name becomes (``\1`` is the first group); rules are applied one after
+another, each to what those before it made of the name. A *table* names whole parameters. Nothing is
+lost on the way: a rule or an entry that meets no name is a mistake, and two parameters may not get
+one name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from reshard.errors import DocumentError, UsageError
+from reshard.formats.checkpoint import Checkpoint, Extra
+from reshard.formats.model_dtypes import MODULE_EXTRA
+
+GROUPS = "groups"
+"""The extra that names the parameters of each optimizer group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule: a regular expression, what its first match becomes, and how the user wrote it."""
+
+    pattern: re.Pattern[str]
+    new: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    r"""Rules and a table, which is applied first.
+
+    Parameters
+    ----------
+    rules
+        In the order in which they are applied.
+    table
+        Whole names, old -> new.
+    table_file
+        Where the table is from, for messages.
+
+    Examples
+    --------
+    >>> renaming = renaming_of([r"^module\.=", r"h\.(\d+)=layers.\1"])
+    >>> renaming.names(["module.h.0.w", "module.h.1.w"])
+    {'module.h.0.w': 'layers.0.w', 'module.h.1.w': 'layers.1.w'}
+    """
+
+    rules: tuple[Rule, ...] = ()
+    table: Mapping[str, str] = field(default_factory=dict)
+    table_file: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.rules or self.table)
+
+    def names(self, old: Iterable[str]) -> dict[str, str]:
+        """Return the new name of every name.
+
+        Raises
+        ------
+        UsageError
+            A rule or an entry meets no name, or two names become one.
+        """
+        known = list(dict.fromkeys(old))
+        self._require_entries(known)
+        renamed = {name: self.table.get(name, name) for name in known}
+        for rule in self.rules:
+            renamed = self._applied(rule, renamed)
+        _require_distinct(renamed)
+        return renamed
+
+    def _applied(self, rule: Rule, names: Mapping[str, str]) -> dict[str, str]:
+        met = False
+        made = {}
+        for old, name in names.items():
+            try:
+                made[old], count = rule.pattern.subn(rule.new, name, count=1)
+            except (re.error, IndexError) as error:
+                raise UsageError(
+                    "a renaming refers to a group that its expression does not have",
+                    found=f"--rename {rule.text!r} ({error})",
+                ) from error
+            met = met or bool(count)
+        if not met:
+            raise UsageError(
+                "a renaming meets no parameter",
+                found=f"--rename {rule.text!r}",
+                next_step="reshard inspect --tensors '*' lists the names",
+            )
+        return made
+
+    def _require_entries(self, known: Sequence[str]) -> None:
+        for name in self.table:
+            if name not in known:
+                raise UsageError(
+                    "the table of names names a parameter that is not there",
+                    file=self.table_file or None,
+                    parameter=name,
+                    next_step="reshard inspect --tensors '*' lists the names",
+                )
+
+
+def renaming_of(rules: Sequence[str] = (), table: str | os.PathLike[str] | None = None) -> Renaming:
+    """Read a renaming.
+
+    Parameters
+    ----------
+    rules
+        Each ``OLD=NEW``, cut at its last ``=``.
+    table
+        A JSON file with one object, old name -> new name.
+
+    Raises
+    ------
+    UsageError
+        A rule has no ``=`` or is no regular expression.
+    DocumentError
+        The file is no such object.
+    """
+    entries = {} if table is None else _read_table(Path(table))
+    return Renaming(tuple(map(_rule, rules)), entries, "" if table is None else str(table))
+
+
+def _rule(text: str) -> Rule:
+    old, sign, new = text.rpartition("=")
+    if not sign or not old:
+        raise UsageError("not a renaming", expected="OLD=NEW", found=repr(text))
+    try:
+        return Rule(re.compile(old), new, text)
+    except re.error as error:
+        raise UsageError(
+            "not a regular expression", found=f"{old!r} in --rename {text!r}: {error}"
+        ) from error
+
+
+def _read_table(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise UsageError(
+            "the table of names cannot be read", file=path, found=error.strerror
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DocumentError("the table of names is no JSON", file=path, found=str(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(new, str) for new in found.values()):
+        raise DocumentError("not a table of names", file=path, expected='{"OLD": "NEW", ...}')
+    return found
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name is there twice")
+    return entries
+
+
+def _require_distinct(names: Mapping[str, str]) -> None:
+    owners: dict[str, str] = {}
+    for old, new in names.items():
+        first = owners.setdefault(new, old)
+        if not new or first != old:
+            raise UsageError(
+                "a renaming leaves a parameter without a name"
+                if not new
+                else "two parameters would get one name",
+                parameter=new or old,
+                found=None if not new else f"{first} and {old}",
+            )
+
+
+def renamed(checkpoint: Checkpoint, renaming: Renaming) -> Checkpoint:
+    """Return a checkpoint under other names.
+
+    What speaks of names without being a tensor, a tie, a group or an element type keeps the old
+    ones, so only formats that write nothing else of the kind may follow.
+    """
+    if not renaming:
+        return checkpoint
+    new = renaming.names((*checkpoint.names, *checkpoint.aliases))
+    return replace(
+        checkpoint,
+        tensors={
+            (new[name], state): replace(tensor, name=new[name])
+            for (name, state), tensor in checkpoint.tensors.items()
+        },
+        scalars={
+            (new.get(name, name), state): scalar
+            for (name, state), scalar in checkpoint.scalars.items()
+        },
+        aliases={new[alias]: new.get(owner, owner) for alias, owner in checkpoint.aliases.items()},
+        extras=_renamed_extras(checkpoint.extras, new),
+    )
+
+
+def _renamed_extras(extras: Mapping[str, Extra], new: Mapping[str, str]) -> dict[str, Extra]:
+    made = dict(extras)
+    module, groups = extras.get(MODULE_EXTRA), extras.get(GROUPS)
+    if module is not None and isinstance(module.value, Mapping):
+        entries = {new.get(str(name), str(name)): kept for name, kept in module.value.items()}
+        made[MODULE_EXTRA] = replace(module, value=entries)
+    if groups is not None and isinstance(groups.value, Sequence):
+        names = [[new.get(str(name), str(name)) for name in group] for group in groups.value]
+        made[GROUPS] = replace(groups, value=names)
+    return made
