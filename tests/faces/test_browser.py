@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from reshard.cli import main
 from reshard.cli.pictures.colours import PAINTS, holder_colours
 from reshard.cli.pictures.map_page import map_page
 from reshard.cli.pictures.svg import svg_document
@@ -15,6 +18,7 @@ from reshard.layouts.builders import contiguous_split_map
 from tests.faces.browser import Browser, colours_of, find_browser
 from tests.faces.drawn import drawn, stored
 from tests.faces.test_map_picture import HOSTILE
+from tests.truth import EXAMPLE
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -72,3 +76,56 @@ def test_a_hostile_name_runs_nothing(browser: Browser, tmp_path: Path) -> None:
     title = document.split("<title>", 1)[1].split("</title>", 1)[0]
     assert title.startswith("&lt;script&gt;document.title='taken'")
     assert "0 of 0 rows" in document  # our own script did run
+
+
+CLICKS = """
+<script>
+(function () {
+  var part = document.querySelectorAll(".filtered")[1];
+  part.querySelectorAll("th button")[4].click();
+  var field = part.querySelector("input");
+  field.value = "q_proj layers.1";
+  field.dispatchEvent(new Event("input"));
+})();
+</script>
+"""
+
+
+def test_the_table_of_tensors_sorts_and_filters(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert main(["inspect", str(EXAMPLE), "--html", str(file)]) == 0
+    file.write_text(file.read_text().replace("</body>", f"{CLICKS}</body>"))
+    document = browser.document(file)
+    assert 'aria-sort="ascending"' in document
+    assert "1 of 21 rows" in document
+    tensors = document.split("<h2>Tensors</h2>")[1].split("</tbody>")[0]
+    counts = [int(number) for number in re.findall(r'data-sort="(\d+)">[\d,]+</td><td', tensors)]
+    elements = counts[::3]  # then bytes, and holders
+    assert len(elements) == 21
+    assert elements == sorted(elements)
+
+
+def test_the_grid_of_ranks_is_green_and_red(browser: Browser, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "ckpt")
+    (tmp_path / "ckpt/step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    file = tmp_path / "page.html"
+    assert main(["inspect", str(tmp_path / "ckpt"), "--html", str(file)]) == 2
+    seen = colours_of(browser.screenshot(file))
+    assert seen[PAINTS["good"].light] > 5 * 2000
+    assert seen[PAINTS["bad"].light] > 2000
+    assert seen[PAINTS["notice"].light] > 5000
+
+
+def test_the_heat_of_a_plan_is_seen(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    assert (
+        main(["convert", str(EXAMPLE), str(tmp_path / "o"), "--dry-run", "--html", str(file)]) == 0
+    )
+    for dark in (False, True):
+        seen = colours_of(browser.screenshot(file, dark=dark))
+        blue = [
+            number
+            for colour, number in seen.items()
+            if int(colour[5:7], 16) > int(colour[1:3], 16) + 30
+        ]
+        assert sum(blue) > 4_000

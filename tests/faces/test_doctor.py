@@ -348,3 +348,13 @@ def test_what_is_no_checkpoint_is_exit_2(what: str, tmp_path: Path, capsys: Capt
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: no such file" if what == "nothing" else "error: no checkpoint")
+
+
+def test_other_formats_are_looked_at_too(tmp_path: Path) -> None:
+    for name in ("safetensors", "dcp"):
+        out = tmp_path / name / "out"
+        api.convert(EXAMPLE, out, to=name, fsync=False)
+        assert api.diagnose(out).healthy
+        file = max(out.rglob("*"), key=lambda path: path.stat().st_size)
+        os.truncate(file, file.stat().st_size // 2)
+        assert [found.next_step for found in faults(out)] != []

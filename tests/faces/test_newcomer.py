@@ -248,6 +248,18 @@ def test_a_folder_that_adds_ranks_is_not(tmp_path: Path, capsys: Capture) -> Non
     assert "adds nothing" not in said(capsys, "inspect", here, "--also", there.parent)
 
 
+def test_a_folder_one_level_above_says_where_the_checkpoint_is(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "run" / "ckpt")
+    assert main(["inspect", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert (
+        "found folders with a pointer file: ckpt (latest: step3); next: name one of them, " in err
+    )
+    assert err.endswith(f"such as {tmp_path}/run/ckpt\n")
+
+
 # ------------------------------------------------------------------------------ Python
 
 

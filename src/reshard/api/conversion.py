@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.api.arguments import paths_of, size_of
@@ -57,6 +57,8 @@ class ConversionReport:
         Path of the pointer file, None when the format has none.
     pointed_to
         What the pointer file said before, None when there was none or it said the same.
+    plan
+        What goes where.
     cost
         Bytes to read, compare and write, and number of files.
     disk_bytes, disk_free_bytes
@@ -85,6 +87,7 @@ class ConversionReport:
     destination: str
     pointer: str | None
     pointed_to: str | None
+    plan: Plan = field(repr=False)
     cost: Estimate
     disk_bytes: int
     disk_free_bytes: int
@@ -267,6 +270,7 @@ def _forecast(
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,
         pointed_to=pointed_to(final, job),
+        plan=job,
         cost=estimate(job),
         disk_bytes=disk_needed(job),
         disk_free_bytes=_free_bytes(final),

@@ -20,7 +20,14 @@ from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.errors import CheckpointError, MissingFileError, ReshardError
 from reshard.formats import registry
 from reshard.formats.checkpoint import Problem
-from reshard.formats.folders import POINTERS, TagFolder, holds_checkpoint, resolve_folder
+from reshard.formats.folders import (
+    POINTERS,
+    TagFolder,
+    holds_checkpoint,
+    holds_weights,
+    resolve_folder,
+)
+from reshard.formats.registry import ReadOptions
 from reshard.formats.survey import Survey, problem_of
 
 
@@ -49,13 +56,17 @@ class Diagnosis:
 
 
 def diagnose(
-    path: AnyPath, *, also: Sequence[AnyPath] | AnyPath = (), layout: AnyPath | None = None
+    path: AnyPath,
+    *,
+    also: Sequence[AnyPath] | AnyPath = (),
+    layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
 ) -> Diagnosis:
     """Collect everything that is wrong with a checkpoint folder, tensor bytes unread.
 
     Parameters
     ----------
-    path, also, layout
+    path, also, layout, reading
         As for :func:`~reshard.api.open_checkpoint`.
 
     Raises
@@ -66,21 +77,29 @@ def diagnose(
     given = Path(os.fspath(path)).absolute()
     if not given.exists():
         raise MissingFileError("no such file or folder", file=given, next_step="check the path")
+    sources = _Sources(paths_of("also", also), layout, reading)
     folder = given if given.is_dir() else given.parent
-    others = paths_of("also", also)
-    pointers, tags = _tag_folders(folder)
+    findings, tags = _tag_folders(folder) if given.is_dir() else ([], [given])
     if not tags:
-        resolve_folder(folder, others)  # says what is there instead
+        resolve_folder(folder, sources.also)  # says what is there instead
         raise CheckpointError("no checkpoint here", file=folder, next_step="check the path")
-    findings = list(pointers)
     surveys = []
     for tag in tags:
-        resolved = resolve_folder(tag, others)
+        resolved = resolve_folder(tag, sources.also)
         survey = registry.survey(resolved)
-        surveys.append((str(tag), survey))
-        findings += _in_folder(resolved, survey, others, layout)
-    findings += leftovers((folder, folder.parent, *tags))
+        surveys.append((str(resolved.path), survey))
+        findings += _in_folder(tag, resolved, survey, sources)
+    findings += leftovers((folder, folder.parent, *(Path(path) for path, _ in surveys)))
     return Diagnosis(str(folder), tuple(surveys), tuple(dict.fromkeys(findings)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What was given beside the path."""
+
+    also: tuple[str, ...]
+    layout: AnyPath | None
+    reading: ReadOptions | None
 
 
 # --------------------------------------------------------------------------- pointers
@@ -88,7 +107,7 @@ def diagnose(
 
 def _tag_folders(folder: Path) -> tuple[list[Problem], list[Path]]:
     """What is wrong with the pointer files, and the tag folders to look at."""
-    if holds_checkpoint(folder):
+    if _holds_any(folder):
         return list(_pointers_beside(folder)), [folder]
     findings: list[Problem] = []
     named: list[Path] = []
@@ -102,6 +121,13 @@ def _tag_folders(folder: Path) -> tuple[list[Problem], list[Path]]:
     if not findings and not named and tags:
         findings.append(_no_pointer(folder, tags))
     return findings, list(dict.fromkeys(named)) or tags
+
+
+def _holds_any(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint itself, not where a pointer leads."""
+    if holds_checkpoint(folder):
+        return True
+    return holds_weights(folder) and not any((folder / name).is_file() for name in POINTERS)
 
 
 def resolve_pointer(folder: Path, pointer: str) -> Path:
@@ -163,11 +189,11 @@ def _tags_in(folder: Path) -> list[Path]:
 
 
 def _in_folder(
-    folder: TagFolder, survey: Survey, also: Sequence[str], layout: AnyPath | None
+    path: Path, folder: TagFolder, survey: Survey, sources: _Sources
 ) -> Iterator[Problem]:
-    stated = layout is not None
+    stated = sources.layout is not None
     yield from (found for found in survey.problems if not (stated and _is_layout(found, survey)))
-    yield from _idle(folder, survey, also)
+    yield from _idle(folder, survey, sources.also)
     if not survey.whole:
         yield Problem(
             "layouts, shapes and lengths were not compared: that needs every file",
@@ -177,7 +203,9 @@ def _in_folder(
     if not survey.states_layouts and not stated:
         return  # the reader could say no more
     try:
-        checkpoint = open_checkpoint(folder.path, also=also, layout=layout)
+        checkpoint = open_checkpoint(
+            path, also=sources.also, layout=sources.layout, reading=sources.reading
+        )
     except ReshardError as error:
         yield problem_of(error, str(folder.path))
     else:

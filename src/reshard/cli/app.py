@@ -54,6 +54,7 @@ def inspect(
     ckpt: options.Ckpt,
     *,
     tensors: options.Tensors = None,
+    html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
     model_key: options.ModelKey = None,
@@ -70,7 +71,7 @@ def inspect(
 
     reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     source = commands.Source(ckpt, tuple(also or ()), layout, reading)
-    return commands.inspect(source, tensors=tensors, json=json)
+    return commands.inspect(source, tensors=tensors, html=html, json=json)
 
 
 @app.command(short_help="Find everything that is wrong with a folder, each with the fix.")
@@ -79,6 +80,9 @@ def doctor(
     *,
     also: options.Also = None,
     layout: options.Layout = None,
+    model_key: options.ModelKey = None,
+    optimizer_key: options.OptimizerKey = None,
+    frozen: options.Frozen = None,
     json: options.Json = False,
 ) -> int:
     """Find everything that is wrong with a checkpoint folder, each with the fix.
@@ -87,8 +91,10 @@ def doctor(
     when there is, 2 when CKPT is no checkpoint.
     """
     from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
 
-    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout), json=json)
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout, reading), json=json)
 
 
 @app.command(name="map", short_help="Show where every element of a parameter lives.")
@@ -156,6 +162,7 @@ def convert(
     max_memory: options.MaxMemory = None,
     also: options.Also = None,
     layout: options.Layout = None,
+    html: options.PlanHtml = None,
     model_key: options.ModelKey = None,
     optimizer_key: options.OptimizerKey = None,
     frozen: options.Frozen = None,
@@ -210,6 +217,7 @@ def convert(
                 dcp_tree=dcp_tree,
             ),
         ),
+        html=html,
         json=json,
         quiet=quiet,
     )

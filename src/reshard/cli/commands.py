@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from reshard import api
 from reshard.cli import documents, failure, outcomes
 from reshard.cli.blocks import Block, fields
-from reshard.cli.pictures.drawing import MapPictures
+from reshard.cli.pictures.drawing import MapPictures, draw_inspection, draw_plan
+from reshard.cli.pictures.files import require_ending
 from reshard.cli.progress import Report, meter
 from reshard.cli.reading import ReadingFlags
 from reshard.cli.render_convert import annotation_block, conversion_blocks
@@ -91,8 +92,10 @@ class Run:
     max_memory: str | None
 
 
-def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
+def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool) -> int:
     """Run ``reshard inspect``."""
+    if html is not None:
+        require_ending(html, ".html")
     try:
         inspection = api.inspect(
             source.path,
@@ -102,19 +105,30 @@ def inspect(source: Source, *, tensors: str | None, json: bool) -> int:
             reading=source.reading.options(),
         )
     except ReshardError as error:
+        if html is not None:
+            _draw(html, source, error)
         if not json and not isinstance(error, UsageError):
             _show(_what_there_is(source, error))
         raise
+    if html is not None:
+        _draw(html, source, inspection)
     if json:
         documents.write(documents.inspection_document(inspection), sys.stdout)
     else:
-        _show(inspection_blocks(inspection))
+        _show((*inspection_blocks(inspection), fields("pictures", (("html", html),))))
     return failure.DONE
+
+
+def _draw(html: str, source: Source, found: api.Inspection | ReshardError) -> None:
+    options = source.reading.options()
+    draw_inspection(html, source.path, source.also, source.layout, options, found)
 
 
 def doctor(source: Source, *, json: bool) -> int:
     """Run ``reshard doctor``."""
-    found = api.diagnose(source.path, also=source.also, layout=source.layout)
+    found = api.diagnose(
+        source.path, also=source.also, layout=source.layout, reading=source.reading.options()
+    )
     if json:
         documents.write(documents.diagnosis_document(found), sys.stdout)
     else:
@@ -144,18 +158,26 @@ def map_(
     return failure.DONE
 
 
-def convert(source: Source, out: str, options: Conversion, *, json: bool, quiet: bool) -> int:
+def convert(
+    source: Source, out: str, options: Conversion, *, html: str | None, json: bool, quiet: bool
+) -> int:
     """Run ``reshard convert``."""
+    if html is not None:
+        require_ending(html, ".html")
+        if not options.dry_run:
+            raise UsageError("--html shows a plan", next_step="add --dry-run, or leave it out")
     try:
         with meter(quiet=quiet) as progress:
             report = _converted(source, out, options, progress)
     except KeyboardInterrupt:
         way_on = "the same command with --resume goes on from here"
         raise failure.InterruptedRunError(way_on) from None
+    if html is not None:
+        draw_plan(html, report)
     if json:
         documents.write(outcomes.conversion_document(report), sys.stdout)
     else:
-        _show(conversion_blocks(report))
+        _show((*conversion_blocks(report), fields("pictures", (("html", html),))))
     return failure.DONE if report.sound else failure.DIFFERENT
 
 

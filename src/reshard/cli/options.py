@@ -155,6 +155,16 @@ Html = Annotated[
     ),
 ]
 
+PlanHtml = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="With --dry-run: write a page about the plan, one file that needs nothing else.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
 To = Annotated[
     str, typer.Option("--to", metavar="FORMAT", help="The format to write.", rich_help_panel=_WHAT)
 ]

@@ -131,14 +131,36 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
                     next_step="name the tag folder itself",
                 )
             return folder / tag, name
-    raise CheckpointError(
+    raise _nothing_here(folder)
+
+
+def _nothing_here(folder: Path) -> CheckpointError:
+    """The error for a folder without a checkpoint; it says where in it there are some."""
+    saves = _save_folders(folder)
+    return CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
         expected=f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, "
         "or a .metadata",
-        found=_complete_tags(folder),
-        next_step="name the tag folder itself",
+        found="folders with a pointer file: "
+        + ", ".join(f"{name} ({pointer}: {tag})" for name, pointer, tag in saves)
+        if saves
+        else _complete_tags(folder),
+        next_step=f"name one of them, such as {folder / saves[0][0]}"
+        if saves
+        else "name the tag folder itself",
     )
+
+
+def _save_folders(folder: Path) -> list[tuple[str, str, str]]:
+    """Folders one level below that have a pointer file: `(name, pointer, what it says)`."""
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        pointers = [name for name in POINTERS if (Path(entry.path) / name).is_file()]
+        if entry.is_dir() and pointers:
+            said = (Path(entry.path) / pointers[0]).read_bytes()[:POINTER_LIMIT]
+            found.append((entry.name, pointers[0], said.decode("utf-8", "replace").strip()))
+    return found
 
 
 def _read_pointer(path: Path) -> str:

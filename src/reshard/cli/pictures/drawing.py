@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING
 from reshard.cli.pictures.files import require_ending, write_picture
 
 if TYPE_CHECKING:
-    from reshard.api import Checkpoint
+    from collections.abc import Sequence
+
+    from reshard.api import Checkpoint, ConversionReport, Inspection
+    from reshard.errors import ReshardError
     from reshard.formats.checkpoint import StoredTensor
+    from reshard.formats.registry import ReadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +63,39 @@ class MapPictures:
             from reshard.cli.pictures.png import png_bytes
 
             write_picture(self.png, png_bytes(scene))
+
+
+def draw_inspection(
+    path: str,
+    folder: str,
+    also: Sequence[str],
+    layout: str | None,
+    reading: ReadOptions | None,
+    found: Inspection | ReshardError,
+) -> None:
+    """Write the page of a checkpoint, or of a folder that could not be opened as one.
+
+    Parameters
+    ----------
+    path
+        Where the page goes.
+    folder, also, layout, reading
+        As they were given.
+    found
+        What inspecting found, or why it could not.
+    """
+    from reshard.api import Inspection, diagnose
+    from reshard.cli.pictures.inspection_page import inspection_page
+
+    diagnosis = diagnose(folder, also=also, layout=layout, reading=reading)
+    if isinstance(found, Inspection):
+        write_picture(path, inspection_page(diagnosis, found, None))
+    else:
+        write_picture(path, inspection_page(diagnosis, None, str(found)))
+
+
+def draw_plan(path: str, report: ConversionReport) -> None:
+    """Write the page of a conversion that was planned."""
+    from reshard.cli.pictures.plan_page import plan_page
+
+    write_picture(path, plan_page(report))

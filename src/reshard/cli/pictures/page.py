@@ -31,7 +31,7 @@ class Cell:
 def node(tag: str, *children: ET.Element | str, **attributes: str) -> ET.Element:
     """Return an element; an attribute ``klass`` is written ``class``, ``_`` as ``-``."""
     named = {
-        "class" if name == "klass" else name.replace("_", "-"): value
+        "class" if name == "klass" else name.replace("_", "-"): visible(value)
         for name, value in attributes.items()
     }
     element = ET.Element(tag, named)
@@ -167,10 +167,14 @@ width:min(360px,100%);background:var(--paper);color:var(--ink)}
 svg{max-width:100%;height:auto;display:block}
 .grid{border-collapse:separate;border-spacing:4px;width:auto}
 .grid td,.grid th{border:0;border-radius:6px;padding:6px 10px;text-align:center;min-width:74px}
-.grid td b{display:block;font-size:12px}
+.grid b{display:block;font-size:12px}
 .present{background:var(--good)}.missing,.damaged,.stale{background:var(--bad)}
 .absent{background:var(--panel);color:var(--muted)}
-.heat td{min-width:64px;text-align:right}
+.heat td{min-width:64px;text-align:right;white-space:nowrap}
+.heat thead th{vertical-align:bottom}
+.heat thead span{writing-mode:vertical-rl;transform:rotate(180deg);display:inline-block;
+max-height:360px;overflow-wrap:anywhere;font-size:12px;font-weight:500}
+.heat tbody th{position:sticky;left:0;text-align:left;font-weight:500}
 .problem{background:var(--notice);border-radius:8px;padding:8px 12px;margin:6px 0}
 .error{background:var(--bad);border-radius:8px;padding:8px 12px;margin:6px 0}
 .bars{display:grid;
