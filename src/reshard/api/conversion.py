@@ -32,7 +32,7 @@ from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
-from reshard.formats.safetensors.options import SafetensorsOptions
+from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -164,7 +164,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     options
         What to choose about the output, of the type that the format takes:
         :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,
-        :class:`~reshard.formats.safetensors.options.SafetensorsOptions` for ``to="safetensors"``.
+        :class:`~reshard.formats.safetensors.SafetensorsOptions` for ``to="safetensors"``.
         None for the defaults of the format; ``"deepspeed"`` has none.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
@@ -179,8 +179,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final, states = resolved(destination), states or writer_of(to).states
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    chosen = _renamed(chosen, rename, to)
-    options = _completed(options, also, layout)
+    chosen = _renamed(chosen, rename, whole, to)
+    options = _completed(options or writer_of(to).default, also, layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=options)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
@@ -216,7 +216,7 @@ def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
     check_free(final, overwrite=overwrite)
 
 
-def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint:
+def _renamed(chosen: Checkpoint, rename: Renaming | None, whole: Checkpoint, to: str) -> Checkpoint:
     if not rename:
         return chosen
     if not writer_of(to).takes_names:
@@ -224,7 +224,7 @@ def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint
             f"the format {to!r} keeps the names of parameters",
             next_step="leave --rename out, or write with --to safetensors",
         )
-    return renamed(chosen, rename)
+    return renamed(chosen, rename, whole)
 
 
 def _completed(
