@@ -90,6 +90,8 @@ def test_everything_that_names_a_parameter_follows() -> None:
     after = renamed(before, renaming_of(["^model=m", "^lm_head=head"]), before)
     assert after.aliases == {"head.weight": "m.embed_tokens.weight"}
     assert {name for name, _ in after.scalars} == set(after.names)
+    assert after.copies
+    assert {copy.name for copy in after.copies} <= set(after.names)
     assert {tensor.key for tensor in after.tensors.values()} == set(after.tensors)
     groups, module = after.extras["groups"].value, after.extras["module"].value
     assert {name for group in groups for name in group} == set(after.names)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
+    Report,
     TensorDifference,
     disk_needed,
     execute,
@@ -199,14 +200,25 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         overwrite=overwrite,
         progress=progress,
     )
-    seconds = time.perf_counter() - start
-    report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
-    report = replace(report, notes=(*report.notes, *told))
+    report = _done(report, done, told, time.perf_counter() - start)
     if verify:
         pair = comparable(chosen, open_checkpoint(final))
         found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
         report = replace(report, comparison=found)
     return report
+
+
+def _done(
+    report: ConversionReport, done: Report, told: Sequence[str], seconds: float
+) -> ConversionReport:
+    return replace(
+        report,
+        dry_run=False,
+        kept=done.kept,
+        seconds=seconds,
+        drift=done.replicas,
+        notes=(*report.notes, *told),
+    )
 
 
 def _check(job: Plan, final: Path, *, overwrite: bool) -> None:

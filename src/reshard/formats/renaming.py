@@ -197,6 +197,9 @@ def renamed(checkpoint: Checkpoint, renaming: Renaming, whole: Checkpoint) -> Ch
         },
         aliases={new[alias]: new.get(owner, owner) for alias, owner in checkpoint.aliases.items()},
         extras=_renamed_extras(checkpoint.extras, new),
+        copies=tuple(
+            replace(copy, name=new.get(copy.name, copy.name)) for copy in checkpoint.copies
+        ),
     )
 
 
