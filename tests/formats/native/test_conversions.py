@@ -96,6 +96,10 @@ OUTPUTS: dict[str, list[dict[str, Any]]] = {
     "0.19.8/mixtral_ep2_z1_fp32": [
         {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1), (3, 2))
     ],
+    "0.19.8/mixtral_ep2tp2_z1_fp32": [
+        {"stage": stage, "dp": dp, "tp": tp, "ep": ep}
+        for stage, dp, tp, ep in ((1, 2, 2, 4), (2, 1, 2, 2), (3, 2, 2, 2), (3, 4, 1, 4))
+    ],
     "0.19.8/native_moe_ep2_z1_fp32": [
         {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1))
     ],
