@@ -51,7 +51,7 @@ def inspection_page(
         sections.append(_facts(inspection))
     if refusal is not None:
         sections.append(node("p", f"It cannot be opened: {refusal}", klass="error"))
-    sections += _problems(diagnosis.findings)
+    sections += _problems((*diagnosis.faults, *diagnosis.notes))
     for path, survey in diagnosis.folders:
         sections += _folder(path, survey, several=len(diagnosis.folders) > 1)
     if inspection is not None:
