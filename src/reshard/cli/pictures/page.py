@@ -105,7 +105,12 @@ def table(
     head = node(
         "tr",
         *(
-            node("th", node("button", title.lstrip(">"), type="button"), **_side(to_right))
+            node(
+                "th",
+                node("button", title.lstrip(">"), type="button"),
+                scope="col",
+                **_side(to_right),
+            )
             for title, to_right in zip(columns, right, strict=True)
         ),
     )
