@@ -18,7 +18,8 @@ emptied and set aside rather than removed, because ext4 does not reuse inodes fo
 were freed and searches past them, a millisecond for every file that is created.
 
 ``python benchmarks/bench_convert.py --size quick`` (about 2.4 GB a case) or ``--size full`` (over 4
-GB).
+GB). With ``--native STAGE,DP`` reshard writes a native checkpoint of that topology instead, which
+DeepSpeed has no converter for.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ HERE = Path(__file__).parent
 CASES = ("z1dp2", "z2dp4", "z3dp4", "z1tp2dp2")
 SIZES = {
     "tiny": (64, 320),
+    "small": (448, 8_000),
     "quick": (768, 16_000),
     "full": (1024, 32_000),
     "double": (1536, 32_000),
 }
-"""Hidden size and vocabulary of the 24-layer model; 3, 2.6, 5 and 9 GB a case."""
+"""Hidden size and vocabulary of the 24-layer model; small is about 1 GB a case, the last three
+are 3, 5 and 9."""
 
 SAMPLE_SECONDS = 0.01
 
@@ -135,10 +138,15 @@ def idle() -> int:
     return found
 
 
-def contenders(source: Path, out: Path, root: Path) -> dict[str, Callable[[], Run]]:
+def contenders(
+    source: Path, out: Path, root: Path, native: str | None
+) -> dict[str, Callable[[], Run]]:
     """What is measured, by name; each leaves its output in ``out``."""
     names = environment(root)
     reshard = [sys.executable, "-m", "reshard", "convert", str(source), str(out), "--quiet"]
+    if native is not None:
+        stage, dp = native.split(",")
+        reshard += ["--to", "deepspeed", "--stage", stage, "--dp", dp]
     copy = ["cp", "-r", str(source / "step3"), str(out)]
     synced = " ".join([*copy, "&&", "find", str(out), "-type", "f", "-exec", "sync", "{}", "+"])
     theirs = [
@@ -187,7 +195,8 @@ def cleared(out: Path, spent: Path) -> None:
                 os.truncate(path, 0)
         spent.mkdir(exist_ok=True)
         out.rename(spent / str(len(list(spent.iterdir()))))
-    (out.parent / "latest_universal").unlink(missing_ok=True)
+    for pointer in ("latest_universal", "latest"):
+        (out.parent / pointer).unlink(missing_ok=True)
     os.sync()
 
 
@@ -197,7 +206,9 @@ def touched(nbytes: int) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def rounds(case: str, size: str, root: Path, repeat: int, names: list[str]) -> dict[str, list[Run]]:
+def rounds(
+    case: str, size: str, root: Path, repeat: int, names: list[str], native: str | None
+) -> dict[str, list[Run]]:
     """All contenders, several times round."""
     source = prepared(case, size, root)
     out, spent = root / "out" / "step3_universal", root / "spent"
@@ -205,7 +216,7 @@ def rounds(case: str, size: str, root: Path, repeat: int, names: list[str]) -> d
     size_bytes = sum(path.stat().st_size for path in source.rglob("*.pt"))
     found: dict[str, list[Run]] = {name: [] for name in names}
     for _ in range(repeat):
-        for name, run in contenders(source, out, root).items():
+        for name, run in contenders(source, out, root, native).items():
             if name in found:
                 cleared(out, spent)
                 touched(size_bytes + (1 << 30))
@@ -268,16 +279,19 @@ def main() -> None:
     options.add_argument("--repeat", type=int, default=3)
     options.add_argument("--root", type=Path, default=HERE.parent / "build" / "bench")
     options.add_argument("--without", action="append", default=[], help="leave a contender out")
+    options.add_argument("--native", metavar="STAGE,DP", help="write natively for this topology")
     options.add_argument("--json", type=Path, help="write all figures there")
     chosen = options.parse_args()
+    without = [*chosen.without, *(["DeepSpeed"] if chosen.native else [])]
     chosen.root.mkdir(parents=True, exist_ok=True)
     warmed(chosen.root)
     base = idle()
     results = []
     for case in chosen.case or CASES:
         source = prepared(case, chosen.size, chosen.root)
-        names = [n for n in contenders(source, source, chosen.root) if n not in chosen.without]
-        found = rounds(case, chosen.size, chosen.root, chosen.repeat, names)
+        every = contenders(source, source, chosen.root, chosen.native)
+        names = [name for name in every if name not in without]
+        found = rounds(case, chosen.size, chosen.root, chosen.repeat, names, chosen.native)
         results.append({"size": chosen.size, **summary(case, source, found, base)})
         print(line(results[-1]), flush=True)
     shutil.rmtree(chosen.root / "spent", ignore_errors=True)

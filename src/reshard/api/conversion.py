@@ -36,7 +36,7 @@ from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
-from reshard.formats.safetensors.options import SafetensorsOptions
+from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -172,7 +172,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     options
         What to choose about the output, of the type that the format takes:
         :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,
-        :class:`~reshard.formats.safetensors.options.SafetensorsOptions` for ``to="safetensors"``.
+        :class:`~reshard.formats.safetensors.SafetensorsOptions` for ``to="safetensors"``.
         None for the defaults of the format; ``"deepspeed"`` has none.
     progress
         Told ``(done, total, phase)`` about ten times a second, in bytes.
@@ -187,8 +187,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final, states = resolved(destination), states or writer_of(to).states
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    chosen = _renamed(chosen, rename, to)
-    complete = _completed(options, paths_of("also", also), layout)
+    chosen = _renamed(chosen, rename, whole, to)
+    complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers if workers is not None else default_workers()
@@ -237,7 +237,7 @@ def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
     check_free(final, overwrite=overwrite)
 
 
-def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint:
+def _renamed(chosen: Checkpoint, rename: Renaming | None, whole: Checkpoint, to: str) -> Checkpoint:
     if not rename:
         return chosen
     if not writer_of(to).takes_names:
@@ -245,7 +245,7 @@ def _renamed(chosen: Checkpoint, rename: Renaming | None, to: str) -> Checkpoint
             f"the format {to!r} keeps the names of parameters",
             next_step="leave --rename out, or write with --to safetensors",
         )
-    return renamed(chosen, rename)
+    return renamed(chosen, rename, whole)
 
 
 def _completed(

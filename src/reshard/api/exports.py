@@ -57,13 +57,13 @@ class Pair:
 
 def comparable(left: Checkpoint, right: Checkpoint) -> Pair:
     """Prepare two checkpoints for their comparison."""
-    left, right = _untied(left, right), _untied(right, left)
-    if not (left.is_export or right.is_export):
-        return Pair(left, right)
     not_held: Counter[str] = Counter()
     for export, other in ((left, right), (right, left)):
         if export.is_export:
             not_held += _absent(other, export)
+    left, right = _untied(left, right), _untied(right, left)
+    if not (left.is_export or right.is_export):
+        return Pair(left, right)
     left, right = _narrowed(left, not_held), _narrowed(right, not_held)
     return Pair(left, right, _common_dtypes(left, right), not_held)
 

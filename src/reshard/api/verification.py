@@ -67,7 +67,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     right = open_checkpoint(destination)
     if rename:
-        left = renamed(left, rename)
+        left = renamed(left, rename, whole)
     if include or exclude or states or trainable:
         right = _narrowed_to(right, left, states)
     return comparable(left, right).compared(

@@ -7,6 +7,7 @@ so no path leads to a traceback. Typer's own error types are named through its p
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -18,6 +19,9 @@ import typer
 
 from reshard.cli import failure
 from reshard.cli.app import app
+
+COLLECT_AFTER = 100_000
+"""New objects between two runs of the garbage collector."""
 
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__bases__[0]
 
@@ -31,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reshard ...
     0
     """
+    _prepare_process()
     _prepare_streams()
     if arguments is None and os.environ.get("RESHARD_DEBUG") != "1":
         warnings.simplefilter("ignore")  # of libraries; ours are in the reports
@@ -61,6 +66,14 @@ def _refuse_usage(error: BaseException, *, json: bool) -> int:
         failure.write_error("UsageError", line, failure.REFUSED)
     failure.say_error(line)
     return failure.REFUSED
+
+
+def _prepare_process() -> None:
+    # Small checkpoints should feel instant. We never use linear algebra, so OpenBLAS, which comes
+    # with NumPy, need not start its threads; and what is read and planned has hardly a cycle in
+    # it, so the collector need not look at it again and again while it grows.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.set_threshold(COLLECT_AFTER)
 
 
 def _prepare_streams() -> None:

@@ -3,9 +3,9 @@
 Theory. Nothing is rounded unless a target declares it (a model in bf16 beside its fp32 masters,
 weights for serving). The rule is that of every trainer and of IEEE 754: to the nearest number of
 the new type, a tie to the even one, beyond the largest number to infinity. ``float8_e4m3fn`` has no
-infinity; there the largest number stands for all beyond it, as in torch 2.13. So the result does
-not depend on who rounds. Elements are gathered as they are stored, replicas compared exactly, and
-rounded one small step at a time.
+infinity; there the largest number stands for all beyond it, and double precision goes by way of
+single, both as in torch 2.13. So the result does not depend on who rounds. Elements are gathered
+as they are stored, replicas compared exactly, and rounded one small step at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ LARGEST = {"float8_e4m3fn": 448.0}
 """The largest number of each type that has no infinity."""
 
 _STEP = 4096
+_SINGLE = 4
 
 
 def round_into(raw: memoryview, stored: DType, out: memoryview, dtype: DType) -> None:
@@ -50,14 +51,16 @@ def round_into(raw: memoryview, stored: DType, out: memoryview, dtype: DType) ->
     """
     values, rounded = np.frombuffer(raw, stored.numpy()), np.frombuffer(out, dtype.numpy())
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if dtype.name in LARGEST:
-            _saturate(values, rounded, LARGEST[dtype.name])
+        if dtype.name in LARGEST or (stored.name == "float64" and dtype.itemsize < _SINGLE):
+            _by_way_of_single(values, rounded, LARGEST.get(dtype.name, np.inf))
         else:
             np.copyto(rounded, values, casting="unsafe")
 
 
-def _saturate(values: NDArray[np.generic], rounded: NDArray[np.generic], largest: float) -> None:
-    """Round to a type without infinity, in steps whose temporary copies are small."""
+def _by_way_of_single(
+    values: NDArray[np.generic], rounded: NDArray[np.generic], largest: float
+) -> None:
+    """Round through single precision, in steps whose temporary copies are small."""
     for start in range(0, len(values), _STEP):
-        step = values[start : start + _STEP].astype(np.float64)
+        step = values[start : start + _STEP].astype(np.float32)
         np.copyto(rounded[start : start + _STEP], np.clip(step, -largest, largest), "unsafe")

@@ -24,8 +24,8 @@ from reshard.formats.deepspeed.survey import survey_deepspeed
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.folders import TagFolder, resolve_folder
+from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.safetensors.files import holds_sets, names_set
-from reshard.formats.safetensors.options import SafetensorsOptions
 from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
 from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts

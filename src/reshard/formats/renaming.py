@@ -175,15 +175,16 @@ def _require_distinct(names: Mapping[str, str]) -> None:
             )
 
 
-def renamed(checkpoint: Checkpoint, renaming: Renaming) -> Checkpoint:
-    """Return a checkpoint under other names.
+def renamed(checkpoint: Checkpoint, renaming: Renaming, whole: Checkpoint) -> Checkpoint:
+    """Return a checkpoint, or what was selected of a `whole` one, under other names.
 
-    What speaks of names without being a tensor, a tie, a group or an element type keeps the old
-    ones, so only formats that write nothing else of the kind may follow.
+    A rule may meet names that were not selected: the same rules go with every selection. What
+    speaks of names without being a tensor, a tie, a group or an element type keeps the old ones, so
+    only formats that write nothing else of the kind may follow.
     """
     if not renaming:
         return checkpoint
-    new = renaming.names((*checkpoint.names, *checkpoint.aliases))
+    new = renaming.names((*whole.names, *whole.aliases))
     return replace(
         checkpoint,
         tensors={
@@ -196,6 +197,9 @@ def renamed(checkpoint: Checkpoint, renaming: Renaming) -> Checkpoint:
         },
         aliases={new[alias]: new.get(owner, owner) for alias, owner in checkpoint.aliases.items()},
         extras=_renamed_extras(checkpoint.extras, new),
+        copies=tuple(
+            replace(copy, name=new.get(copy.name, copy.name)) for copy in checkpoint.copies
+        ),
     )
 
 

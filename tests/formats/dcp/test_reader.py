@@ -148,6 +148,19 @@ def test_two_models_are_refused_until_the_user_says_which(tmp_path: Path) -> Non
     assert torch.equal(elements(found), other["norm.bias"])
 
 
+def test_a_stated_model_that_lacks_a_parameter_is_refused(tmp_path: Path) -> None:
+    model, nested = state_dicts(*trained())
+    half = {name: value for name, value in model.items() if name != "norm.bias"}
+    folder = save({"model": model, "half": half, "optim": nested}, tmp_path / "ckpt")
+    with pytest.raises(CheckpointError) as caught:
+        reading(folder, keys=Keys(model="half"))
+    assert str(caught.value) == (
+        "the model at the stated keys lacks a parameter of the optimizer: "
+        f"{folder}/.metadata, parameter norm.bias: found 'half'; "
+        "next: state another place with --model-key"
+    )
+
+
 def test_an_optimizer_that_numbers_its_parameters_is_refused(tmp_path: Path) -> None:
     net, optimizer = trained()
     tree = {"model": net.state_dict(), "optim": optimizer.state_dict()}

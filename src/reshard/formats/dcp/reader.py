@@ -207,10 +207,12 @@ class _Reading:
         return aliases
 
     def _role(self, name: str, found: _Sorted, carried: Carried) -> Role:
-        if name in found.trained or (found.optimizer is None and name not in carried.roles):
+        if name in found.trained:
             return Role.PARAMETER
         if name in carried.roles:
             return carried.roles[name]
+        if found.optimizer is None:
+            return Role.PARAMETER
         stated = any(fnmatchcase(name, pattern) for pattern in self.stated.frozen)
         return Role.FROZEN if stated else Role.BUFFER
 

@@ -232,7 +232,17 @@ def find_model(
             found=_shown({path[:-1] for path in paths.values()}),
             next_step="say where the model is with --model-key",
         )
-    return _under(places[0], paths, trained)
+    model = _under(places[0], paths, trained)
+    lacking = next((name for name in sorted(trained) if name not in model), None)
+    if lacking is not None:
+        raise CheckpointError(
+            "the model at the stated keys lacks a parameter of the optimizer",
+            file=index.file,
+            parameter=lacking,
+            found=repr(keys.model),
+            next_step="state another place with --model-key",
+        )
+    return model
 
 
 def _under(place: Path, paths: Mapping[str, Path], trained: frozenset[str]) -> dict[str, str]:

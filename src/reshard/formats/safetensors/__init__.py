@@ -6,3 +6,7 @@ other without a hole. It holds no optimizer, no scalar and no topology, so a set
 what of a checkpoint is used when training is over. The format, byte for byte, is that of the
 ``safetensors`` library, and of transformers for shards and index; both judge the tests.
 """
+
+from reshard.formats.safetensors.options import SafetensorsOptions, Tied, dtype_rules
+
+__all__ = ["SafetensorsOptions", "Tied", "dtype_rules"]

@@ -25,8 +25,8 @@ Sources: `base_optimizer.py`, `stage3.py` (`load_hp_checkpoint_state_from_checkp
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from reshard.formats.checkpoint import Checkpoint, Role, Scalar, StoredTensor
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.formats.torch_archive import (
+    ArchiveLayout,
     NewTensor,
     Size,
     StorageSlot,
@@ -49,6 +50,7 @@ from reshard.formats.universal.names import (
     require_distinct,
     state_path,
 )
+from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
 
 POINTER = "latest_universal"
@@ -89,12 +91,13 @@ def lay_out_universal(checkpoint: Checkpoint, *, tag: str) -> Target:
     CheckpointError
         When a name cannot become a path.
     """
+    forms, keys = _Forms(), _restore_keys(checkpoint)
     files = [
         *(
-            _tensor_file(tensor, _restore_keys(checkpoint))
+            _tensor_file(tensor, keys.get(tensor.name, {}), forms)
             for tensor in checkpoint.tensors.values()
         ),
-        *_step_files(checkpoint),
+        *_step_files(checkpoint, forms),
         _value_file(OPTIMIZER_STATE, _optimizer_state(checkpoint)),
         *_model_files(checkpoint),
     ]
@@ -112,27 +115,62 @@ def _restore_keys(checkpoint: Checkpoint) -> Mapping[str, Mapping[str, object]]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _tensor_file(
-    tensor: StoredTensor, restore_keys: Mapping[str, Mapping[str, object]]
-) -> OutputFile:
-    path = state_path(tensor.name, tensor.state)
-    placeholder = NewTensor(tensor.dtype, tensor.shape)
-    keys = restore_keys.get(tensor.name, {})
+class _Forms:
+    """Archives and maps made so far: a model has thousands of tensors, but tens of forms."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, ...], ParamAffineMap] = {}
+        self._tensors: dict[Hashable, ArchiveLayout] = {}
+        self._steps: dict[Hashable, OutputFile] = {}
+
+    def map_of(self, shape: tuple[int, ...]) -> ParamAffineMap:
+        """The map of a tensor that one file holds whole."""
+        known = self._maps.get(shape)
+        if known is None:
+            known = self._maps[shape] = replicated_map(shape, 1)
+        return known
+
+    def archive(self, tensor: StoredTensor, keys: Mapping[str, object]) -> ArchiveLayout:
+        """The archive of one state of a tensor."""
+        if not all(type(value) in (bool, int, str) for value in keys.values()):
+            return _tensor_archive(tensor, keys)  # what is not compared by its content alone
+        said = tuple((key, type(value), value) for key, value in keys.items())
+        form = (tensor.state, tensor.dtype, tensor.shape, said)
+        known = self._tensors.get(form)
+        if known is None:
+            known = self._tensors[form] = _tensor_archive(tensor, keys)
+        return known
+
+    def step(self, path: str, scalar: Scalar) -> OutputFile:
+        """The file of a step; its bytes do not depend on the parameter."""
+        form = (type(scalar.value), repr(scalar.value), scalar.dtype)
+        known = self._steps.get(form)
+        if known is None:
+            known = self._steps[form] = _value_file(path, scalar_value(scalar))
+        return replace(known, path=path)
+
+
+def _tensor_archive(tensor: StoredTensor, keys: Mapping[str, object]) -> ArchiveLayout:
     # DeepSpeed's converter puts the tensor last, but first for experts.
-    param: dict[str, object] = {"param": placeholder}
+    param: dict[str, object] = {"param": NewTensor(tensor.dtype, tensor.shape)}
     root = {**param, **keys} if "is_expert_param" in keys else {**keys, **param}
-    archive = lay_out_archive(root, tensor.state)
-    fill = Fill(tensor.key, tensor.dtype, replicated_map(tensor.shape, 1), 0)
+    return lay_out_archive(root, tensor.state)
+
+
+def _tensor_file(tensor: StoredTensor, keys: Mapping[str, object], forms: _Forms) -> OutputFile:
+    path = state_path(tensor.name, tensor.state)
+    archive = forms.archive(tensor, keys)
+    fill = Fill(tensor.key, tensor.dtype, forms.map_of(tensor.shape), 0)
     slots = tuple(
         Slot(slot.offset, slot.nbytes, (fill,), slot.crc_offsets) for slot in archive.slots
     )
     return OutputFile(path, archive.size, archive.literals, slots)
 
 
-def _step_files(checkpoint: Checkpoint) -> Iterator[OutputFile]:
+def _step_files(checkpoint: Checkpoint, forms: _Forms) -> Iterator[OutputFile]:
     for (name, state), scalar in checkpoint.scalars.items():
         if state == STEP:
-            yield _value_file(state_path(name, STEP), scalar_value(scalar))
+            yield forms.step(state_path(name, STEP), scalar)
 
 
 def scalar_value(scalar: Scalar) -> object:
