@@ -33,8 +33,8 @@ def save(tmp_path: Path) -> Path:
 
 
 def faults(path: Path, **options: Any) -> list[Problem]:
-    """What can be mended."""
-    return [found for found in api.diagnose(path, **options).findings if found.next_step]
+    """What is to be mended."""
+    return list(api.diagnose(path, **options).faults)
 
 
 # ------------------------------------------------------------------------------ one at a time
@@ -195,7 +195,8 @@ def test_all_of_them_are_found_at_once(save: Path, capsys: Capture) -> None:
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "reshard.doctor/1"
     assert document["healthy"] is False
-    said = [found["what"] for found in document["findings"] if found["next_step"]]
+    said = [found["what"] for found in document["faults"]]
+    assert all(found["next_step"] for found in document["faults"])
     expected = [what for damage, what, *_ in FAULTS if damage in (*together, stopped_run)]
     assert len(said) == len(expected)
     for what in expected:
@@ -311,9 +312,7 @@ def held(save: Path) -> Iterator[Path]:
 def test_a_run_at_work_is_no_fault(save: Path, held: Path) -> None:
     found = api.diagnose(save)
     assert found.healthy
-    assert [str(note) for note in found.findings] == [
-        f"a run is writing step3_universal now: {held}"
-    ]
+    assert [str(note) for note in found.notes] == [f"a run is writing step3_universal now: {held}"]
 
 
 def test_an_old_result_that_was_set_aside_is_told(save: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -16,6 +17,7 @@ from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.layouts.builders import contiguous_split_map, replicated_map, segmented_map
 from tests.faces.drawn import Drawn, drawn, stored
+from tests.truth import ROOT
 
 HOSTILE = "<script>alert('w')</script>\x1b[2J]]>&\u202e\"'"
 
@@ -25,7 +27,7 @@ def areas(picture: Drawn, kind: str, holder: int) -> float:
 
 
 def full_area(picture: Drawn) -> float:
-    ((_, _, width, height),) = picture.rects("missing")
+    ((_, _, width, height),) = picture.rects("sheet")
     return width * height
 
 
@@ -111,6 +113,33 @@ def test_what_nobody_holds_shows_through() -> None:
     picture = drawn(stored(map_))
     assert areas(picture, "piece", 0) == pytest.approx(full_area(picture) / 2, rel=0.01)
     assert "8 elements of F that nobody holds" in picture.texts()
+    assert sheet_paint(picture) == "f-missing"
+
+
+def sheet_paint(picture: Drawn) -> str | None:
+    (group,) = picture.groups("sheet")
+    return next(element.get("class") for element in group if element.tag.endswith("rect"))
+
+
+def test_what_is_held_and_not_drawn_is_not_called_missing() -> None:
+    odd = AffinePiece((1000, 2), 0, (7, 3), 0, (2, 1), (0,))
+    whole = AffinePiece((700, 10), 0, (10, 1), 0, (10, 1), (1,))
+    map_ = ParamAffineMap((700, 10), {0: (2000,), 1: (7000,)}, {0: [odd], 1: [whole]})
+    picture = drawn(stored(map_))
+    assert "Not drawn, too irregular: 1 piece." in picture.texts()
+    assert sheet_paint(picture) == "f-padding"
+
+
+def test_a_map_of_very_many_pieces_stays_a_picture() -> None:
+    pieces = [AffinePiece((1,), 2 * k, (1,), k, (1,), (k % 2,)) for k in range(6000)]
+    held = {0: pieces[::2], 1: [AffinePiece((12000,), 0, (1,), 0, (1,), (1,))]}
+    map_ = ParamAffineMap((12000,), {0: (6000,), 1: (12000,)}, held)
+    several = {rank: [piece for piece in held[rank] for _ in range(2)] for rank in (0,)}
+    crowded = ParamAffineMap((12000,), map_.shard_shapes, {**held, **several})
+    picture = drawn(stored(crowded))
+    said = "Not all is drawn: the first 5,000 of 6,001 pieces of F."
+    assert said in picture.texts()
+    assert len(picture.groups("piece")) == 5000
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,)])
@@ -225,3 +254,15 @@ def test_a_folder_that_is_not_there_is_refused(
         f"error: the picture cannot be written: {file}: found No such file or directory; next: "
         "choose a folder that exists and can be written\n"
     )
+
+
+def test_the_picture_in_the_readme_is_the_one_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = re.search(r"\$ reshard (map .* --svg) (\S+)\n", (ROOT / "README.md").read_text())
+    assert command is not None
+    verb, path, *more = command[1].split()
+    file = tmp_path / command[2]
+    assert main([verb, str(ROOT / path), *more, str(file)]) == 0
+    capsys.readouterr()
+    assert file.read_text() == (ROOT / "docs" / "pictures" / command[2]).read_text()

@@ -99,13 +99,18 @@ def test_a_whole_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     out = said(capsys, "inspect", EXAMPLE, "--html", file)
     assert out.endswith(f"pictures\n  html  {file}\n")
     found = written(file)
-    grid, files, tensors, scalars = found.tables
-    assert grid.rows == [
-        ["", "model states", "optimizer statesdp 0", "optimizer statesdp 1"],
-        ["mp 0", *map(present, (MODEL.format(0), OPTIM.format(0, 0), OPTIM.format(1, 0)))],
-        ["mp 1", *map(present, (MODEL.format(1), OPTIM.format(0, 1), OPTIM.format(1, 1)))],
+    models, optimizers, files, tensors, scalars = found.tables
+    assert models.rows == [
+        ["", "every dp"],
+        ["mp 0", present(MODEL.format(0))],
+        ["mp 1", present(MODEL.format(1))],
     ]
-    assert [row[1:] for row in grid.classes[1:]] == [["present"] * 3] * 2
+    assert optimizers.rows == [
+        ["", "dp 0", "dp 1"],
+        ["mp 0", *map(present, (OPTIM.format(0, 0), OPTIM.format(1, 0)))],
+        ["mp 1", *map(present, (OPTIM.format(0, 1), OPTIM.format(1, 1)))],
+    ]
+    assert [row[1:] for row in optimizers.classes[1:]] == [["present"] * 2] * 2
     assert len(files.rows) == 1 + 6
     assert len(tensors.rows) == 1 + 21
     assert tensors.rows[1][:4] == [
@@ -126,15 +131,12 @@ def test_a_broken_one_shows_what_is_missing(tmp_path: Path, capsys: Capture) -> 
     file = tmp_path / "page.html"
     said(capsys, "inspect", tmp_path / "ckpt", "--html", file, code=2)
     found = written(file)
-    grid = found.tables[0]
+    grid = found.tables[1]
     assert grid.rows[1:] == [
-        ["mp 0", *map(present, (MODEL.format(0), OPTIM.format(0, 0))), "missing"],
-        ["mp 1", present(MODEL.format(1)), "damaged500 B", present(OPTIM.format(1, 1))],
+        ["mp 0", present(OPTIM.format(0, 0)), "missing"],
+        ["mp 1", "damaged500 B", present(OPTIM.format(1, 1))],
     ]
-    assert grid.classes[1:] == [
-        ["", "present", "present", "missing"],
-        ["", "present", "damaged", "present"],
-    ]
+    assert grid.classes[1:] == [["", "present", "missing"], ["", "damaged", "present"]]
     assert "It cannot be opened: a file of optimizer states is missing: " in found.text
     assert "1 of 4 files of optimizer states missing: " in found.text
     assert "the file is cut short" in found.text
@@ -170,8 +172,8 @@ def test_a_grid_of_many_ranks_says_what_it_leaves_out() -> None:
     )
     text = inspection_page(api.Diagnosis("/c", (("/c", Survey(files)),), ()), None, "so")
     grid = Page(text).tables[0]
-    assert [len(row) for row in grid.rows] == [1 + 1024] * 5
-    assert "976 more columns are not drawn" in text
+    assert [len(row) for row in grid.rows] == [1 + 4] * (1 + 1024)  # the longer axis is down
+    assert "976 more rows are not drawn" in text
 
 
 # ------------------------------------------------------------------------------ the plan
@@ -255,3 +257,9 @@ def test_elements_escape_and_nest() -> None:
     assert found.tables[0].rows == [["a", "b"], ["<b>&", "</td>"]]
     assert found.tables[0].classes == [["", "right"], ["", "right"]]
     assert "default-src 'none'" in text
+
+
+def test_a_table_too_long_for_a_browser_says_so() -> None:
+    found = Page(page("t", "s", table((">n",), ([n] for n in range(20_001)))))
+    assert len(found.tables[0].rows) == 1 + 20_000
+    assert "the first 20,000 of 20,001 rows; --json has all" in found.text

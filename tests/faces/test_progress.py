@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
+from reshard import convert
 from reshard.cli.progress import LineMeter, Pace, meter
+from tests.truth import EXAMPLE
 
 
 class Clock:
@@ -115,3 +118,15 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pipe_gets_plain_lines() -> None:
     with meter(stream=io.StringIO()) as report:
         assert isinstance(report, LineMeter)
+
+
+def test_every_phase_of_a_run_counts_bytes(tmp_path: Path) -> None:
+    last: dict[str, tuple[int, int]] = {}
+    report = convert(
+        EXAMPLE,
+        tmp_path / "out",
+        verify=True,
+        progress=lambda done, total, phase: last.update({phase: (done, total)}),
+    )
+    assert last["convert"] == last["compare"] == (report.source.nbytes, report.source.nbytes)
+    assert last["sync"] == (report.cost.write_nbytes, report.cost.write_nbytes)

@@ -3,8 +3,9 @@
 Theory. The other verbs refuse at the first fault; this one is asked for all of them. It looks in
 turn at the pointer files, at every file by itself and the grid of ranks (a *survey*), at what
 interrupted runs left, and, if all files are whole, at what the reader of the format finds. What
-stops one of these does not stop the others, and bytes of tensors are never read. A finding that can
-be mended has a fix; what is only good to know has none, and does not make a folder unhealthy.
+stops one of these does not stop the others, and bytes of tensors are never read. A *fault* is to be
+mended, and says how. What readers remark about a checkpoint that they do open is a *note*: it does
+not make a folder unhealthy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from reshard.api.leftovers import leftovers
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.errors import CheckpointError, MissingFileError, ReshardError
 from reshard.formats import registry
-from reshard.formats.checkpoint import Problem
+from reshard.formats.checkpoint import Checkpoint, Problem
 from reshard.formats.folders import (
     POINTERS,
     TagFolder,
@@ -41,18 +42,21 @@ class Diagnosis:
         The folder that was given.
     folders
         The tag folders that were looked at, with what lies in each.
-    findings
-        All that is wrong or notable; those with a ``next_step`` can be mended.
+    faults
+        All that is to be mended, each with how in its ``next_step``.
+    notes
+        What is good to know.
     """
 
     path: str
     folders: tuple[tuple[str, Survey], ...]
-    findings: tuple[Problem, ...]
+    faults: tuple[Problem, ...]
+    notes: tuple[Problem, ...] = ()
 
     @property
     def healthy(self) -> bool:
         """Whether there is nothing to mend."""
-        return not any(finding.next_step for finding in self.findings)
+        return not self.faults
 
 
 def diagnose(
@@ -79,18 +83,24 @@ def diagnose(
         raise MissingFileError("no such file or folder", file=given, next_step="check the path")
     sources = _Sources(paths_of("also", also), layout, reading)
     folder = given if given.is_dir() else given.parent
-    findings, tags = _tag_folders(folder) if given.is_dir() else ([], [given])
+    found, tags = _tag_folders(folder) if given.is_dir() else ([], [given])
     if not tags:
         resolve_folder(folder, sources.also)  # says what is there instead
         raise CheckpointError("no checkpoint here", file=folder, next_step="check the path")
-    surveys = []
+    surveys: list[tuple[str, Survey]] = []
+    notes: list[Problem] = []
     for tag in tags:
         resolved = resolve_folder(tag, sources.also)
         survey = registry.survey(resolved)
         surveys.append((str(resolved.path), survey))
-        findings += _in_folder(tag, resolved, survey, sources)
-    findings += leftovers((folder, folder.parent, *(Path(path) for path, _ in surveys)))
-    return Diagnosis(str(folder), tuple(surveys), tuple(dict.fromkeys(findings)))
+        faults, remarks = _in_folder(tag, resolved, survey, sources)
+        found += faults
+        notes += remarks
+    found += leftovers((folder, folder.parent, *(Path(path) for path, _ in surveys)))
+    notes += (problem for problem in found if not problem.next_step)
+    mendable = tuple(dict.fromkeys(problem for problem in found if problem.next_step))
+    told = tuple(dict.fromkeys(note for note in notes if note not in mendable))
+    return Diagnosis(str(folder), tuple(surveys), mendable, told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,10 @@ class _Sources:
     also: tuple[str, ...]
     layout: AnyPath | None
     reading: ReadOptions | None
+
+    def open(self, path: Path) -> Checkpoint:
+        """Ask the reader."""
+        return open_checkpoint(path, also=self.also, layout=self.layout, reading=self.reading)
 
 
 # --------------------------------------------------------------------------- pointers
@@ -190,26 +204,26 @@ def _tags_in(folder: Path) -> list[Path]:
 
 def _in_folder(
     path: Path, folder: TagFolder, survey: Survey, sources: _Sources
-) -> Iterator[Problem]:
+) -> tuple[list[Problem], list[Problem]]:
+    """The faults of one tag folder, and what its reader remarks."""
     stated = sources.layout is not None
-    yield from (found for found in survey.problems if not (stated and _is_layout(found, survey)))
-    yield from _idle(folder, survey, sources.also)
-    if not survey.whole:
-        yield Problem(
-            "layouts, shapes and lengths were not compared: that needs every file",
-            str(folder.path),
-        )
-        return
-    if not survey.states_layouts and not stated:
-        return  # the reader could say no more
-    try:
-        checkpoint = open_checkpoint(
-            path, also=sources.also, layout=sources.layout, reading=sources.reading
-        )
-    except ReshardError as error:
-        yield problem_of(error, str(folder.path))
-    else:
-        yield from checkpoint.problems
+    faults = [found for found in survey.problems if not (stated and _is_layout(found, survey))]
+    faults += _idle(folder, survey, sources.also)
+    notes: list[Problem] = []
+    if _is_readable(survey, sources):
+        try:
+            notes += sources.open(path).problems
+        except ReshardError as error:
+            faults.append(problem_of(error, str(folder.path)))
+    elif not survey.whole:
+        said = "layouts, shapes and lengths were not compared: that needs every file"
+        notes.append(Problem(said, str(folder.path)))
+    return faults, notes
+
+
+def _is_readable(survey: Survey, sources: _Sources) -> bool:
+    """Whether the reader could say more than the survey did."""
+    return survey.whole and (survey.states_layouts or sources.layout is not None)
 
 
 def _is_layout(problem: Problem, survey: Survey) -> bool:

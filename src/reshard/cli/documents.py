@@ -20,7 +20,8 @@ stay, new keys may be added, sizes are whole bytes, times are seconds, and numbe
     `stop`, `run_nbytes`, `runs`}], `piece` being its index in the holder's list.
 
 ``reshard.doctor/1``
-    `path`, `healthy`; `findings` [as `problems` above; those with a `next_step` can be mended];
+    `path`, `healthy`; `faults`, `notes` [as `problems` above; a fault is to be mended, as its
+    `next_step` says];
     `folders` [{`path`, `whole`, `topology`, `files` [{`path`, `kind`, `dp`, `mp`, `presence`,
     `nbytes`}]}].
 
@@ -90,7 +91,8 @@ def diagnosis_document(found: Diagnosis) -> Document:
         "schema": "reshard.doctor/1",
         "path": found.path,
         "healthy": found.healthy,
-        "findings": _problems(found.findings),
+        "faults": _problems(found.faults),
+        "notes": _problems(found.notes),
         "folders": [
             {
                 "path": path,

@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _prepare_process()
     _prepare_streams()
+    if arguments is None and os.environ.get("RESHARD_DEBUG") != "1":
+        warnings.simplefilter("ignore")  # of libraries; ours are in the reports
     json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=arguments, prog_name="reshard", standalone_mode=False)

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from reshard.cli.screen import wants_rich
-from reshard.cli.units import counted, format_bytes, format_rate, format_seconds
+from reshard.cli.units import format_bytes, format_rate, format_seconds
 
 SECONDS_BETWEEN_LINES = 5.0
-_PHASES_IN_FILES = ("sync",)
 
 Report = Callable[[int, int, str], None]
 """Takes bytes done, bytes in all, and the name of the phase."""
@@ -35,20 +34,17 @@ class Pace:
     Parameters
     ----------
     done, total
-        Bytes; files when `unit` says so.
+        Bytes.
     fresh
         Of these, done since the start.
     seconds
         Since the start.
-    unit
-        ``"bytes"`` or ``"files"``.
     """
 
     done: int
     total: int
     fresh: int
     seconds: float
-    unit: str = "bytes"
 
     @property
     def seconds_left(self) -> float | None:
@@ -59,8 +55,6 @@ class Pace:
 
     def __str__(self) -> str:
         share = 100 * self.done // self.total if self.total else 100
-        if self.unit == "files":
-            return f"{self.done} of {counted(self.total, 'file')} ({share} %)"
         size = f"{format_bytes(self.done)} of {format_bytes(self.total)}"
         left = self.seconds_left
         if left is None:
@@ -83,8 +77,7 @@ class Phases:
         begun = phase != self.name
         if begun:
             self.name, self.start, self._first = phase, self.clock(), done
-        unit = "files" if phase in _PHASES_IN_FILES else "bytes"
-        return Pace(done, total, done - self._first, self.clock() - self.start, unit), begun
+        return Pace(done, total, done - self._first, self.clock() - self.start), begun
 
 
 class LineMeter:

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 def diagnosis_blocks(found: Diagnosis) -> Iterator[Block]:
     """Give the blocks of a diagnosis."""
     yield fields("looked at", _looked_at(found))
-    faults = [finding for finding in found.findings if finding.next_step]
-    for number, finding in enumerate(faults, 1):
+    for number, finding in enumerate(found.faults, 1):
         yield lines(f"{number}. {finding.what}", _details(finding), Tone.NOTICE)
-    notes = [finding for finding in found.findings if not finding.next_step]
-    yield lines("good to know", notes)
-    if faults:
-        said = f"{counted(len(faults), 'thing')} to mend"
+    yield lines("good to know", found.notes)
+    if found.faults:
+        said = f"{counted(len(found.faults), 'thing')} to mend"
         yield lines("", (said,), Tone.BAD)
     else:
         yield lines("", ("healthy: nothing to mend",), Tone.GOOD)

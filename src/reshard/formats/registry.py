@@ -29,7 +29,7 @@ from reshard.formats.safetensors.files import holds_sets, names_set
 from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
 from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
-from reshard.formats.survey import Survey
+from reshard.formats.survey import Survey, listed_files
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
 from reshard.formats.universal.survey import survey_universal
@@ -273,8 +273,8 @@ def survey(folder: TagFolder) -> Survey:
     """
     for entry in FORMATS.values():
         if entry.recognises(folder):
-            return Survey() if entry.survey is None else entry.survey(folder)
-    return Survey()
+            return listed_files(folder) if entry.survey is None else entry.survey(folder)
+    return listed_files(folder)
 
 
 def annotated(

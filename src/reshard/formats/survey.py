@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Problem, Topology
+from reshard.formats.folders import TagFolder
 from reshard.formats.torch_archive import Archive, read_archive
 
 AGAIN = "copy it again from where it was written"
@@ -115,6 +116,17 @@ class Findings:
         """Note what is wrong inside an archive that could be opened."""
         for text in archive.problems:
             self.add(text, archive.path, AGAIN)
+
+
+def listed_files(folder: TagFolder) -> Survey:
+    """Return the survey of a folder of a format that only its reader can look into."""
+    paths = (path for places in folder.listing().values() for path in places)
+    return Survey(
+        tuple(
+            RankFile("file", None, None, Presence.PRESENT, str(path), path.stat().st_size)
+            for path in paths
+        )
+    )
 
 
 def problem_of(error: ReshardError, file: str = "") -> Problem:

@@ -51,7 +51,7 @@ def inspection_page(
         sections.append(_facts(inspection))
     if refusal is not None:
         sections.append(node("p", f"It cannot be opened: {refusal}", klass="error"))
-    sections += _problems(diagnosis.findings)
+    sections += _problems((*diagnosis.faults, *diagnosis.notes))
     for path, survey in diagnosis.folders:
         sections += _folder(path, survey, several=len(diagnosis.folders) > 1)
     if inspection is not None:
@@ -94,8 +94,8 @@ def _folder(path: str, survey: Survey, *, several: bool) -> Iterator[ET.Element]
         yield section(
             f"Ranks{name}",
             _grid(ranked, survey.topology),
-            note="a row is a model-parallel rank (mp = pipeline stage × tp + tensor rank), a "
-            "column a data-parallel rank; a cell is the file of that rank",
+            note="a cell is the file of one rank; dp is its data-parallel rank, mp its "
+            "model-parallel one (pipeline stage × tp + tensor rank)",
         )
     yield section(
         f"Files{name}",
@@ -120,42 +120,40 @@ def _below(file: str, folder: str) -> str:
 
 
 def _grid(files: Sequence[RankFile], topology: Topology | None) -> ET.Element:
-    kinds = list(dict.fromkeys(file.kind for file in files))
-    ranks = sorted({file.mp for file in files if file.mp is not None})
-    columns = [
-        (kind, dp)
-        for kind in kinds
-        for dp in sorted(
-            {file.dp for file in files if file.kind == kind},
-            key=lambda dp: -1 if dp is None else dp,
-        )
-    ]
-    shown = columns[: max(1, MOST_CELLS // max(1, len(ranks)))]
-    held = {(file.kind, file.dp, file.mp): file for file in files}
-    head = node(
-        "tr",
-        node("th", ""),
-        *(
-            node("th", kind, *([node("b", f"dp {dp}")] if dp is not None else []))
-            for kind, dp in shown
-        ),
-    )
+    """One table for each kind of file, the longer axis down."""
+    kinds = dict.fromkeys(file.kind for file in files)
+    held = {kind: [file for file in files if file.kind == kind] for kind in kinds}
+    return node("div", *(_grid_of(kind, held[kind], topology) for kind in kinds), klass="grids")
+
+
+def _grid_of(kind: str, files: Sequence[RankFile], topology: Topology | None) -> ET.Element:
+    places = {(file.dp, file.mp): file for file in files}
+    dps = {dp: "every dp" if dp is None else f"dp {dp}" for dp in _ascending(f.dp for f in files)}
+    mps = {mp: _rank_name(mp, topology) for mp in _ascending(f.mp for f in files)}
+    tall = len(dps) > len(mps)
+    down, across = (dps, mps) if tall else (mps, dps)
+    shown = list(down)[: max(1, MOST_CELLS // len(across))]
+    head = node("tr", node("th", ""), *(node("th", name) for name in across.values()))
     rows = (
         node(
             "tr",
-            node("th", _rank_name(rank, topology)),
-            *(_cell(held.get((kind, dp, rank))) for kind, dp in shown),
+            node("th", down[row]),
+            *(_cell(places.get((row, column) if tall else (column, row))) for column in across),
         )
-        for rank in ranks
+        for row in shown
     )
     drawn = node("table", node("thead", head), node("tbody", *rows), klass="grid")
-    more = len(columns) - len(shown)
-    told = [node("p", f"{format_count(more)} more columns are not drawn")] if more else []
-    return node("div", node("div", drawn, klass="scroll"), *told)
+    more = len(down) - len(shown)
+    told = [node("p", f"{format_count(more)} more rows are not drawn")] if more else []
+    return node("figure", node("figcaption", kind), node("div", drawn, klass="scroll"), *told)
 
 
-def _rank_name(mp: int, topology: Topology | None) -> str:
-    if topology is None or topology.tp * topology.pp == 1 or topology.pp == 1:
+def _ascending(ranks: Iterable[int | None]) -> list[int | None]:
+    return sorted(set(ranks), key=lambda rank: -1 if rank is None else rank)
+
+
+def _rank_name(mp: int | None, topology: Topology | None) -> str:
+    if mp is None or topology is None or topology.pp == 1:
         return f"mp {mp}"
     return f"mp {mp} (pp {mp // topology.tp}, tp {mp % topology.tp})"
 

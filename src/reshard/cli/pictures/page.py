@@ -19,6 +19,9 @@ from reshard.cli.text import visible
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
+MOST_ROWS = 20_000
+"""Rows of a table on a page; a browser is slow with more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -102,12 +105,21 @@ def table(
     head = node(
         "tr",
         *(
-            node("th", node("button", title.lstrip(">"), type="button"), **_side(to_right))
+            node(
+                "th",
+                node("button", title.lstrip(">"), type="button"),
+                scope="col",
+                **_side(to_right),
+            )
             for title, to_right in zip(columns, right, strict=True)
         ),
     )
-    body = node("tbody", *(_row(row, right) for row in rows))
+    listed = list(rows)
+    body = node("tbody", *(_row(row, right) for row in listed[:MOST_ROWS]))
     drawn = node("div", node("table", node("thead", head), body), klass="scroll")
+    if len(listed) > MOST_ROWS:
+        said = f"the first {MOST_ROWS:,} of {len(listed):,} rows; --json has all"
+        drawn = node("div", drawn, node("p", said, klass="muted"))
     if not filtered:
         return drawn
     field = node(
@@ -153,7 +165,8 @@ dt{color:var(--muted);font-size:12px}
 dd{margin:0;overflow-wrap:anywhere;font-weight:600}
 .scroll{overflow:auto;max-height:70vh;border:1px solid var(--line);border-radius:8px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th{position:sticky;top:0;background:var(--panel);text-align:left;z-index:1}
+th{background:var(--panel);text-align:left}
+thead th{position:sticky;top:0;z-index:1}
 th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:6px 10px;
 cursor:pointer;width:100%;text-align:inherit}
 th[aria-sort=ascending] button::after{content:" ↑"}
@@ -165,8 +178,12 @@ font-family:ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace}
 input{font:inherit;padding:6px 10px;border:1px solid var(--line);border-radius:6px;
 width:min(360px,100%);background:var(--paper);color:var(--ink)}
 svg{max-width:100%;height:auto;display:block}
+.grids{display:flex;flex-wrap:wrap;gap:16px}
+figure{margin:0;max-width:100%}
+figcaption{font-weight:600;margin:2px 0 6px}
 .grid{border-collapse:separate;border-spacing:4px;width:auto}
-.grid td,.grid th{border:0;border-radius:6px;padding:6px 10px;text-align:center;min-width:74px}
+.grid td,.grid th{border:0;border-radius:6px;padding:3px 10px;line-height:1.35;
+text-align:center;min-width:74px}
 .grid b{display:block;font-size:12px}
 .present{background:var(--good)}.missing,.damaged,.stale{background:var(--bad)}
 .absent{background:var(--panel);color:var(--muted)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from reshard.cli.pictures.bands import MOST_BANDS, Lattice, Progression, Sheet, lattices, zoomed
-from reshard.cli.units import format_count
+from reshard.cli.units import counted, format_count
 
 LEAST_BAND = 2.5
 """Points that a repeated band is wide at least."""
@@ -86,7 +86,7 @@ def place(blocks: Sequence[Block], sheet: Sheet, box: Box) -> Placed:
         for parts in cells
     ]
     irregular = placed.count(None)
-    said = [f"{format_count(irregular)} pieces are too irregular to draw"] if irregular else []
+    said = [f"Not drawn, too irregular: {counted(irregular, 'piece')}"] if irregular else []
     return Placed(placed, (*notes, *said))
 
 
@@ -121,6 +121,6 @@ def _note(real: Progression, drawn: Progression, noun: str) -> Iterator[str]:
     if real.count != drawn.count:
         width = round(real.width)
         yield (
-            f"{format_count(real.count)} bands of {format_count(width)} "
+            f"Not to scale: {format_count(real.count)} bands of {format_count(width)} "
             f"{noun}{'s' if width > 1 else ''} are drawn as {drawn.count}"
         )

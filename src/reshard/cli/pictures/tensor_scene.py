@@ -3,7 +3,8 @@
 Theory. On the left the whole tensor `F` as a sheet, every element in the colour of who holds it; a
 block that several hold is drawn once, hatched. On the right the shard of each holder in the same
 colour, and its file. What a shard holds beyond the tensor is padding; what nobody holds shows
-through in red.
+through in red. What is held and cannot be drawn (too many pieces, too irregular ones) stays grey,
+and the picture says how much that is.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 MOST_SHARDS = 64
 """Shards that are drawn one by one."""
+
+MOST_PIECES = 5000
+"""Pieces that are drawn on one sheet."""
 
 _MARGIN = 28.0
 _TOP = 92.0
@@ -100,6 +104,7 @@ class _Drawing:
         self.shards_x = self.box.x + max(_LEAST_SIDE, self.box.width) + _GAP
         self.width = self.shards_x + _SHARDS_WIDTH + _MARGIN
         self.notes: list[str] = []
+        self.holes = sum(map(len, tensor.map.uncovered_offsets()))
 
     def scene(self) -> Scene:
         """Draw everything."""
@@ -150,11 +155,10 @@ class _Drawing:
         sheet, box = self.sheet, self.box
         groups = [
             Group(tuple(self._axes(sheet, box)), kind="axes"),
-            Group((_filled(box, "missing"),), "held by nobody", kind="missing"),
+            self._background(box),
         ]
-        if not self.tensor.numel:
-            groups.pop()
         owned = [piece for h in self.holders for piece in self.pieces[h] if piece.is_drawn_in_full]
+        owned = self._drawable(owned, "of F")
         placed = place([_source(piece.piece) for piece in owned], sheet, box)
         self._note(placed)
         labels: list[Text] = []
@@ -165,6 +169,20 @@ class _Drawing:
             labels += self._labels(piece, placed.blocks[index] or (), ranks=True)
         groups.append(Group((*_frame(box), *labels), kind="labels"))
         return groups, box.y + box.height + 18
+
+    def _background(self, box: Box) -> Group:
+        """What shows where no piece is drawn."""
+        if self.holes:
+            return Group((_filled(box, "missing"),), "held by nobody", kind="sheet")
+        return Group((_filled(box, "padding"),), "not drawn" if self.tensor.numel else "", "sheet")
+
+    def _drawable(self, pieces: list[_Piece], what: str) -> list[_Piece]:
+        """As many pieces as a browser draws with ease."""
+        if len(pieces) <= MOST_PIECES:
+            return pieces
+        told = f"{format_count(MOST_PIECES)} of {format_count(len(pieces))}"
+        self.notes.append(f"Not all is drawn: the first {told} pieces {what}")
+        return pieces[:MOST_PIECES]
 
     def _axes(self, sheet: Sheet, box: Box) -> Iterator[Mark]:
         shape, split = self.tensor.shape, sheet.split
@@ -257,14 +275,14 @@ class _Drawing:
                 Rect(row.x, row.y + 2, chip, 16 if roomy else 14, f"h{colour}"),
                 Text(row.x + chip / 2, row.y + 14, str(holder), 11, anchor="middle", bold=True),
             ),
-            f"holder {holder}: {visible(self.tensor.regions[holder].file)}",
+            f"holder {holder}: {visible(Path(self.tensor.regions[holder].file).name)}",
             "holder",
             colour,
         )
-        pieces = self.pieces[holder]
+        pieces = self._drawable(self.pieces[holder], f"of holder {holder}")
         placed = place([_dest(piece.piece) for piece in pieces], sheet, box)
         self._note(placed)
-        if _numel(shape) > sum(piece.piece.numel for piece in pieces):
+        if _numel(shape) > sum(piece.piece.numel for piece in self.pieces[holder]):
             yield Group((_filled(box, "padding"),), "padding", "padding", colour)
         for index, piece in enumerate(pieces):
             rects = self._rects(placed, index, piece)
@@ -329,9 +347,7 @@ class _Drawing:
             groups.append(Group((drawn, Text(_MARGIN + 32, y + 11, said, 12)), kind="key"))
             y += 20
         for note in dict.fromkeys(self.notes):
-            groups.append(
-                Group((Text(_MARGIN, y + 11, f"Not to scale: {note}.", 12, "muted"),), kind="note")
-            )
+            groups.append(Group((Text(_MARGIN, y + 11, f"{note}.", 12, "muted"),), kind="note"))
             y += 20
         return groups, y
 
@@ -356,9 +372,8 @@ class _Drawing:
         if padding:
             said = f"padding: {counted(padding, 'element')} of shards that are no part of F"
             yield "padding", False, said
-        holes = sum(map(len, self.tensor.map.uncovered_offsets()))
-        if holes:
-            yield "missing", False, f"{counted(holes, 'element')} of F that nobody holds"
+        if self.holes:
+            yield "missing", False, f"{counted(self.holes, 'element')} of F that nobody holds"
 
     def _note(self, placed: Placed) -> None:
         self.notes.extend(placed.notes)
