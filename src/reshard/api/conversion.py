@@ -21,9 +21,11 @@ from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
+    Report,
     TensorDifference,
     disk_needed,
     execute,
+    measured_rate,
     sizes_for,
 )
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
@@ -59,10 +61,13 @@ class ConversionReport:
         Buffers of all workers together, and how many there are.
     dry_run
         Whether nothing was written.
-    kept
-        Tensors that an interrupted run had finished already.
+    kept, kept_bytes
+        Tensors that an interrupted run had finished already, and their bytes.
     seconds
         From the call to the published output, comparison not included.
+    expected_seconds
+        With ``dry_run``: how long the run would take, from a short probe of the disks; None when
+        nothing could be probed.
     notes
         What the user should know: what could not be carried, and why.
     replicas
@@ -86,7 +91,9 @@ class ConversionReport:
     dry_run: bool
     notes: tuple[str, ...] = ()
     kept: int = 0
+    kept_bytes: int = 0
     seconds: float = 0.0
+    expected_seconds: float | None = None
     replicas: str = "refuse"
     drift: tuple[ReplicaFinding, ...] = ()
     comparison: Comparison | None = None
@@ -151,7 +158,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     rename
         Other names for parameters, with ``to="safetensors"``.
     dry_run
-        Report what would be done, and write nothing.
+        Report what would be done and how long it would take, and write nothing.
     resume
         Continue what an interrupted run of the same conversion left.
     overwrite
@@ -187,7 +194,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     report = _forecast(chosen, job, final, len(whole.tensors), threads, max_memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
-        return report
+        return _timed(report, job, fsync=fsync)
     told = require_rounded_copies(chosen, replicas)
     done = execute(
         job,
@@ -199,14 +206,32 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         overwrite=overwrite,
         progress=progress,
     )
-    seconds = time.perf_counter() - start
-    report = replace(report, dry_run=False, kept=done.kept, seconds=seconds, drift=done.replicas)
-    report = replace(report, notes=(*report.notes, *told))
+    report = _done(report, done, time.perf_counter() - start, told)
     if verify:
         pair = comparable(chosen, open_checkpoint(final))
         found = pair.compared(workers=threads, max_memory=max_memory, progress=progress)
         report = replace(report, comparison=found)
     return report
+
+
+def _timed(forecast: ConversionReport, job: Plan, *, fsync: bool) -> ConversionReport:
+    """A forecast with the time that it would take; some of the source is copied to nowhere."""
+    rate = measured_rate(job, forecast.destination, fsync=fsync)
+    return replace(forecast, expected_seconds=forecast.cost.seconds(rate) if rate else None)
+
+
+def _done(
+    forecast: ConversionReport, done: Report, seconds: float, told: Sequence[str]
+) -> ConversionReport:
+    return replace(
+        forecast,
+        dry_run=False,
+        kept=done.kept,
+        kept_bytes=done.kept_nbytes,
+        seconds=seconds,
+        drift=done.replicas,
+        notes=(*forecast.notes, *told),
+    )
 
 
 def _check(job: Plan, final: Path, *, overwrite: bool) -> None:

@@ -21,6 +21,11 @@ def comparison_blocks(found: Comparison, left: str, right: str) -> Iterator[Bloc
     """Give the blocks of a comparison; `left` and `right` are the paths of the two checkpoints."""
     yield from difference_blocks(found)
     yield _replicas(found)
+    yield table(
+        "files that are not as the manifest beside them says",
+        "side file found",
+        ((_SIDES[side], c.file, c.said) for side, c in found.changes[:SHOWN_DIFFERENCES]),
+    )
     yield _verdict(found, left, right)
 
 
@@ -129,6 +134,15 @@ def _verdict(found: Comparison, left: str, right: str) -> Block:
     if found.equal:
         rounded = " after rounding" if found.casts else ""
         return lines("", (f"equal{rounded}: {left} and {right}: {compared}",), Tone.GOOD)
-    wrong = len(found.differences) + len(found.values) + len(found.replicas)
-    said = f"different: {left} and {right}: {counted(wrong, 'difference')} in {compared}"
+    wrong = ", ".join(
+        counted(count, *words)
+        for count, *words in (
+            (len(found.differences), "tensor"),
+            (len(found.values), "other value"),
+            (len(found.replicas), "tensor with unlike copies", "tensors with unlike copies"),
+            (len(found.changes), "change against a manifest", "changes against a manifest"),
+        )
+        if count
+    )
+    said = f"different: {left} and {right}: {wrong}; compared: {compared}"
     return lines("", (said,), Tone.BAD)
