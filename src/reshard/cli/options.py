@@ -71,7 +71,8 @@ Also = Annotated[
     typer.Option(
         "--also",
         metavar="DIR",
-        help="Another folder that holds ranks of CKPT, as node-local saves leave them. Repeatable.",
+        help="Another folder that holds ranks of CKPT, as node-local saves leave them, or files to "
+        "carry along (config.json, tokenizer; safetensors). Repeatable.",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -166,7 +167,13 @@ PlanHtml = Annotated[
 ]
 
 To = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", help="The format to write.", rich_help_panel=_WHAT)
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="The format to write: universal, deepspeed, safetensors or dcp.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Stage = Annotated[
     int | None,
@@ -351,7 +358,8 @@ States = Annotated[
     typer.Option(
         "--states",
         metavar="STATE,...",
-        help="Carry only these states (fp32: the weights alone). Repeatable.",
+        help="Carry only these states (fp32: the weights alone, as by default for safetensors). "
+        "Repeatable.",
         rich_help_panel=_WHAT,
     ),
 ]
