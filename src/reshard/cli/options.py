@@ -283,7 +283,7 @@ MaxShardSize = Annotated[
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest data file, like 5GB, which is the default for weights (DCP: 4GiB).",
+        help="Largest data file, like 5GB, which is the default for weights (DCP: 1GiB).",
         rich_help_panel=_FILES,
     ),
 ]
@@ -323,6 +323,15 @@ DcpTree = Annotated[
         metavar="NAME",
         help="Where a DCP folder keeps things: get_state_dict (under model and optim, the "
         "default) or torchtitan (model at the root, flattened optimizer).",
+        rich_help_panel=_FILES,
+    ),
+]
+Adam = Annotated[
+    str | None,
+    typer.Option(
+        "--adam",
+        metavar="{adamw,adam}",
+        help="Which of torch's two Adams the optimizer is, where the source does not say it (DCP).",
         rich_help_panel=_FILES,
     ),
 ]
