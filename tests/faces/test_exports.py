@@ -154,6 +154,19 @@ def test_tied_names_are_equal_whether_kept_or_not(tied: str, tmp_path: Path) -> 
     assert verify(TIED, tmp_path / "hf") == 0
 
 
+def test_whoever_writes_an_export_chooses_the_tied_name_to_keep(tmp_path: Path) -> None:
+    """The library's ``save_model`` keeps the first name in the alphabet, which is the alias."""
+    assert convert(TIED, tmp_path / "hf", "--tied-weights", "keep") == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    weights = library.load_file(path)
+    del weights["model.embed_tokens.weight"]
+    library.save_file(weights, path)
+    assert verify(TIED, path) == 0
+    weights["lm_head.weight"][0] += 1
+    library.save_file(weights, path)
+    assert verify(TIED, path) == 1
+
+
 def test_one_tensor_and_only_what_is_trained(tmp_path: Path) -> None:
     assert convert(CASE, tmp_path / "one", "--include", "norm.weight", "--verify") == 0
     assert library.load_file(tmp_path / "one" / "model.safetensors").keys() == {"norm.weight"}
