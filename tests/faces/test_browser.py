@@ -129,3 +129,23 @@ def test_the_heat_of_a_plan_is_seen(browser: Browser, tmp_path: Path) -> None:
             if int(colour[5:7], 16) > int(colour[1:3], 16) + 30
         ]
         assert sum(blue) > 4_000
+
+
+POINT = """
+<script>
+document.querySelector("g.piece[data-holder='1'] rect").dispatchEvent(
+  new PointerEvent("pointerover", {bubbles: true})
+);
+</script>
+"""
+
+
+def test_a_holder_lights_up_under_the_pointer(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "map.html"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert main(["map", str(EXAMPLE), name, "--html", str(file)]) == 0
+    file.write_text(file.read_text().replace("</body>", f"{POINT}</body>"))
+    document = browser.document(file)
+    assert re.search(r'<svg[^>]* class="dimmed"', document)
+    lit = re.findall(r'<g class="(\w+) lit" data-holder="(\d)">', document)
+    assert lit == [("piece", "1"), ("holder", "1"), ("shard", "1")]

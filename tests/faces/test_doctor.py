@@ -70,6 +70,14 @@ def another_step(save: Path) -> None:
     torch.save(content, file)
 
 
+def optimizer_of_another_step(save: Path) -> None:
+    file = save / TAG / OPTIMIZER.format(1, 1)
+    content = torch.load(file, weights_only=False)
+    for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] = torch.tensor(9.0)
+    torch.save(content, file)
+
+
 def lost_pointer(save: Path) -> None:
     (save / "latest").unlink()
 
@@ -131,6 +139,12 @@ FAULTS: list[tuple[Callable[[Path], None], str, str, str]] = [
         ),
         "ckpt/step3",
         "move it away: it is left over from another run",
+    ),
+    (
+        optimizer_of_another_step,
+        "ranks disagree on step of ",
+        "_optim_states.pt",
+        "files of different saves lie in one folder; move the stale ones away",
     ),
     (
         lost_pointer,

@@ -328,9 +328,26 @@ def test_bad_usage_is_a_document_too(capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "UsageError"
 
 
-def test_shells_can_complete(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("line", "word", "offered"),
+    [
+        ("reshard anno", 1, ["annotate"]),
+        (
+            f"reshard map {EXAMPLE} model.layers.1.self_attn.",
+            3,
+            [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"],
+        ),
+        (f"reshard map {EXAMPLE} w --state exp", 5, ["exp_avg", "exp_avg_sq"]),
+        ("reshard convert a b --to uni", 5, ["universal"]),
+        ("reshard map /nowhere x", 3, []),
+    ],
+)
+def test_shells_can_complete(
+    line: str, word: int, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setenv("_RESHARD_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "reshard anno")
-    monkeypatch.setenv("COMP_CWORD", "1")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(word))
     assert main([]) == 0
-    assert capsys.readouterr().out.split() == ["annotate"]
+    out, err = capsys.readouterr()
+    assert (out.split(), err) == (offered, "")

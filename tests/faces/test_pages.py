@@ -129,7 +129,8 @@ def test_a_broken_one_shows_what_is_missing(tmp_path: Path, capsys: Capture) -> 
     (tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     os.truncate(tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", 500)
     file = tmp_path / "page.html"
-    said(capsys, "inspect", tmp_path / "ckpt", "--html", file, code=2)
+    out = said(capsys, "inspect", tmp_path / "ckpt", "--html", file, code=2)
+    assert out.endswith(f"pictures\n  html  {file}\n")
     found = written(file)
     grid = found.tables[1]
     assert grid.rows[1:] == [
@@ -174,6 +175,21 @@ def test_a_grid_of_many_ranks_says_what_it_leaves_out() -> None:
     grid = Page(text).tables[0]
     assert [len(row) for row in grid.rows] == [1 + 4] * (1 + 1024)  # the longer axis is down
     assert "976 more rows are not drawn" in text
+
+
+@pytest.mark.parametrize("words", [["--tensors", "nope*"], ["--also", "nowhere"]])
+def test_a_request_that_makes_no_sense_makes_no_page(
+    words: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    assert said(capsys, "inspect", EXAMPLE, *words, "--html", tmp_path / "p.html", code=2) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_checkpoint_makes_no_page(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / "empty"), "--html", str(tmp_path / "p.html")]) == 2
+    assert capsys.readouterr().err.startswith("error: no checkpoint here: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 # ------------------------------------------------------------------------------ the plan

@@ -104,11 +104,16 @@ def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool
             layout=source.layout,
             reading=source.reading.options(),
         )
+    except UsageError:
+        raise
     except ReshardError as error:
+        shown = list(_what_there_is(source, error))
         if html is not None:
-            _draw(html, source, error)
-        if not json and not isinstance(error, UsageError):
-            _show(_what_there_is(source, error))
+            with contextlib.suppress(ReshardError):  # the first error says it all
+                _draw(html, source, error)
+                shown.append(fields("pictures", (("html", html),)))
+        if not json:
+            _show(shown)
         raise
     if html is not None:
         _draw(html, source, inspection)

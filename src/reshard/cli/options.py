@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from reshard.cli import completion
+
 _SOURCE = "Source"
 _WHAT = "What to carry"
 _SAFETY = "Safety"
@@ -63,7 +65,13 @@ Other = Annotated[
     ),
 ]
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="The name of a parameter.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="The name of a parameter.",
+        show_default=False,
+        autocompletion=completion.parameter_names,
+    ),
 ]
 
 Also = Annotated[
@@ -127,6 +135,7 @@ State = Annotated[
     typer.Option(
         "--state",
         metavar="STATE",
+        autocompletion=completion.states,
         help="Which state: fp32, exp_avg, ... By default fp32.",
         rich_help_panel=_WHAT,
     ),
@@ -171,6 +180,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
+        autocompletion=completion.formats,
         help="The format to write: universal, deepspeed, safetensors or dcp.",
         rich_help_panel=_WHAT,
     ),

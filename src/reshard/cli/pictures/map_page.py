@@ -33,7 +33,6 @@ def map_page(
                 ("size", format_bytes(tensor.nbytes)),
                 ("role", tensor.role.value),
                 ("holders", len(tensor.regions)),
-                ("map from", tensor.provenance),
             )
         ),
         node("section", svg_element(scene), klass="picture"),

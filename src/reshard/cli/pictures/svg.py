@@ -61,6 +61,7 @@ def _style(scene: Scene) -> str:
     )
     return (
         "g[data-holder]{transition:opacity .12s}"
+        ".labels{pointer-events:none}"
         ".dimmed g[data-holder]:not(.lit){opacity:.15}"
         f"@media (prefers-color-scheme: dark){{{dark}}}"
     )

@@ -42,7 +42,7 @@ MOST_PIECES = 5000
 """Pieces that are drawn on one sheet."""
 
 _MARGIN = 28.0
-_TOP = 92.0
+_TOP = 108.0
 _AXIS = 64.0
 _SIDE = 420.0
 _LEAST_SIDE = 190.0
@@ -137,14 +137,15 @@ class _Drawing:
                 f"{format_shape(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.nbytes)}",
                 visible(self.context),
                 f"{counted(pieces, 'piece')} over {counted(len(self.holders), 'holder')}",
-                f"map from: {visible(tensor.provenance)}",
             )
         )
+        origin = f"map from: {visible(tensor.provenance)}"
         room = self.width - 2 * _MARGIN
         yield Group(
             (
                 Text(_MARGIN, 36, clipped(name, room, 18), 18, bold=True),
                 Text(_MARGIN, 58, clipped(facts, room, 12.5), 12.5, "muted"),
+                Text(_MARGIN, 76, clipped(origin, room, 12.5), 12.5, "muted"),
             ),
             kind="header",
         )
