@@ -15,7 +15,7 @@ Source: `runtime/pipe/module.py` (`_build`, `save_state_dict`), DeepSpeed 0.12 t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
@@ -89,6 +89,31 @@ class Pipeline:
         """The names of an optimizer group over all stages, each where it comes first."""
         held = (stage.groups[index] if index < len(stage.groups) else () for stage in self.stages)
         return list(dict.fromkeys(name for names in held for name in names))
+
+    def held_by_stages(
+        self, groups: Iterable[Iterable[str]], stages: Mapping[str, Container[int]]
+    ) -> Pipeline:
+        """The same layers, where the stages of every trained name are known.
+
+        Parameters
+        ----------
+        groups
+            Names by optimizer group, in the order of the model.
+        stages
+            Which stages have a name.
+        """
+        named = [list(group) for group in groups]
+        held = (
+            tuple(tuple(name for name in group if number in stages[name]) for group in named)
+            for number in range(len(self.stages))
+        )
+        return Pipeline(
+            self.layers,
+            tuple(
+                PipelineStage(own, stage.buffers)
+                for own, stage in zip(held, self.stages, strict=True)
+            ),
+        )
 
     def document(self) -> dict[str, object]:
         """The pipeline in plain values, as other formats keep it; see :func:`read_pipeline`."""

@@ -15,7 +15,7 @@ from reshard.formats.checkpoint import Extra
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.registry import open_checkpoint
-from tests.formats.native.sources import compared, converted, made_up
+from tests.formats.native.sources import compared, content, converted, made_up
 from tests.truth import case_named
 
 FILE = "step3/mp_rank_00_model_states.pt"
@@ -62,6 +62,63 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
     root = torch.load(out / FILE, weights_only=False)
     torch.save({**root, **changes}, out / FILE)
     return out
+
+
+def test_a_stated_tie_is_not_turned_round(tmp_path: Path) -> None:
+    """Bytes that two names share say nothing of which is the owner, and a file may state it."""
+    source = case_named("golden/odd_z1_dp2_fp32").path
+    out = converted(source, tmp_path, stage=0, dp=1)
+    root = torch.load(out / FILE, weights_only=False)
+    owner = {"embed.weight": "head.weight"}
+    shapes = [
+        {owner.get(name, name): shape for name, shape in group.items()}
+        for group in root["param_shapes"]
+    ]
+    torch.save({**root, "param_shapes": shapes, "shared_params": owner}, out / FILE)
+    found = open_checkpoint(out)
+    assert found.aliases == owner
+    assert "embed.weight" not in found.names
+    assert ("head.weight", "exp_avg") in found.tensors
+
+
+def unsharded_pipeline(source: Path, folder: Path) -> Path:
+    """The pipeline as DeepSpeed writes it without ZeRO: numbered states, no names."""
+    out = converted(source, folder, stage=1, dp=1, pp=2) / "step3"
+    for stage in range(2):
+        model = out / f"mp_rank_{stage:02d}_model_states.pt"
+        path = out / f"zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt"
+        root = torch.load(model, weights_only=False)
+        base = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
+        states: dict[int, Any] = {}
+        for number, shapes in enumerate(root["param_shapes"]):
+            flat, at = base["state"][number], 0
+            first = len(states)
+            for shape in shapes.values():
+                part = slice(at, at + shape.numel())
+                at += shape.numel()
+                moments = {k: flat[k][part].view(shape).clone() for k in ("exp_avg", "exp_avg_sq")}
+                states[len(states)] = {"step": flat["step"], **moments}
+            base["param_groups"][number]["params"] = list(range(first, len(states)))
+        optimizer = {"state": states, "param_groups": base["param_groups"]}
+        torch.save({**root, "optimizer": optimizer, "param_shapes": None}, model)
+        path.unlink()
+    return out.parent
+
+
+def test_a_pipeline_without_zero_goes_to_other_stages(tmp_path: Path) -> None:
+    case = case_named("0.19.8/pipe_pp2dp2_z1_fp32")
+    source = unsharded_pipeline(case.path, tmp_path / "0")
+    assert open_checkpoint(source).topology.stage == 0
+    starts = (0, 2, 4)
+    there = converted(source, tmp_path / "3", stage=1, dp=2, pp=3, stage_starts=starts)
+    back = converted(there, tmp_path / "2", stage=1, dp=2, pp=2, stage_starts=(0, 3))
+    for out in (source, there, back):
+        assert compared(case.path, out).differences == ()
+    for file in case.tag_path.glob("*optim_states.pt"):
+        mine, theirs = (content(folder / file.name) for folder in (back / "step3", file.parent))
+        kept = [body["optimizer_state_dict"] for body in (mine, theirs)]
+        assert kept[0].pop("clip_grad", 0.0) == kept[1].pop("clip_grad")
+        assert kept[0] == kept[1]
 
 
 def test_names_that_contradict_the_states_are_refused(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
 from reshard.formats.deepspeed.unlisted import copy_of
-from reshard.formats.deepspeed.unsharded import read_unsharded, storage_ties
+from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     add_unsharded_experts,
     require_one_column,
@@ -152,7 +152,7 @@ class _Reading:
             self._resolve_partitions()
         elif self.stage == 0:
             for column in self.columns:
-                aliases |= storage_ties(column)
+                aliases |= unstated_ties(column, aliases)
             self._add_unsharded(aliases, governor)
         shapes = {n: {c: s.shape for c, s in held.items()} for n, held in self.found.shards.items()}
         governed = governor.govern(shapes, self.found.over_world)
@@ -230,6 +230,11 @@ class _Reading:
             require_one_column(self.columns)
         read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
         self.scalars |= read.scalars
+        if self.pipeline is not None:
+            self.pipeline = self.pipeline.held_by_stages(
+                self.found.groups,
+                {name: {c // self.degrees.tp for c in held} for name, held in read.columns.items()},
+            )
         for state, tensors in read.tensors.items():
             governed = governor.govern_module(tensors)
             for tensor in tensors:

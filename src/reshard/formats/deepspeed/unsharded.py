@@ -41,10 +41,14 @@ Candidate = tuple[str, Shape]
 
 @dataclass(slots=True)
 class Unsharded:
-    """What the optimizers of all columns hold, by state: tensors cut over columns, and scalars."""
+    """What the optimizers of all columns hold, by state: tensors cut over columns, and scalars.
+
+    `columns` are those whose optimizer has a parameter, by its name.
+    """
 
     tensors: dict[str, list[ModuleTensor]] = field(default_factory=dict)
     scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
+    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_unsharded(
@@ -98,6 +102,7 @@ def read_unsharded(
         found.problems.append(Problem(text, columns[0].file))
     result = Unsharded()
     for name, by_column in held.items():
+        result.columns[name] = tuple(by_column)
         _add_parameter(name, by_column, result)
     return result
 
@@ -116,6 +121,16 @@ def _weights(
         for name, record in (model.module or {}).items()
         if not (name in model.buffer_names or name in model.shared or name in aliases)
     }
+
+
+def unstated_ties(model: ModelStates, stated: Mapping[str, str]) -> dict[str, str]:
+    """Ties by shared bytes, alias -> owner, of names that no stated tie speaks of.
+
+    Bytes do not say which of two names is the owner; where a file states it, that holds.
+    """
+    spoken = {*stated, *stated.values()}
+    ties = storage_ties(model).items()
+    return {alias: owner for alias, owner in ties if not {alias, owner} & spoken}
 
 
 def storage_ties(model: ModelStates) -> dict[str, str]:
