@@ -3,6 +3,7 @@
 #   make test    lint, types and all tests, with real DeepSpeed as the judge
 #   make demo    a new environment, a real checkpoint converted and verified
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
+#   make test-crash    killed at hundreds of random moments, resumed, compared
 #   make bench   the figures, side by side with `cp -r` and DeepSpeed's own converter
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ SIZE ?= quick
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
-.PHONY: test test-matrix lint types unit demo bench golden clean help
+.PHONY: test test-crash test-matrix lint types unit demo bench golden clean help
 
 test: lint types unit
 
@@ -39,6 +40,10 @@ unit: $(VENV)/ready
 # every cell of the native-resume matrix, not only those that CI runs
 test-matrix: $(VENV)/ready
 	RESHARD_MATRIX=1 $(BIN)/python -m pytest tests/deepspeed_judge/test_native_resume.py
+
+# many more moments to be killed at than CI has time for
+test-crash: $(VENV)/ready
+	RESHARD_CRASHES=400 $(BIN)/python -m pytest tests/execution/test_crash.py
 
 # torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt

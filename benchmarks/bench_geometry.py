@@ -5,16 +5,16 @@ as medians over rounds:
 
 * What does it cost to prove a map? DeepSpeed's ``validate_coverage`` looks at every element, so it
   is given a small tensor, and its time for the large one is extrapolated.
-* What does composing two maps cost, as pieces grow? Folding and proof are included; ``verify``
-  proves the plan once more, and ``read`` is making columns of piece objects, which maps that were
-  computed do not need. The maps are vectors cut at random places and dealt out over 8 ranks at
-  random (nothing folds: the worst case), and cyclic blocks against contiguous ones (all folds).
+* What does composing two maps cost, by the kind of layout (``geometry_kinds.py``) and as pieces
+  grow? Folding and proof are included; ``verify`` proves the plan once more from itself, and
+  ``read`` is making columns of piece objects, which maps that were computed do not need. Copies
+  are counted before folding.
 * How do planners compare at 512 pieces a side, the most that DeepSpeed's accepts?
 
 Times are processor seconds of this process, which is bound to one core: on a quiet machine the
 same as those of a clock, on a busy one still like with like.
 
-``python benchmarks/bench_geometry.py`` takes under a minute; ``--full`` adds 10^6 and 10^7 pieces.
+``python benchmarks/bench_geometry.py`` takes about a minute; ``--largest 7`` adds 10^7 pieces.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import resource
 import statistics
 import sys
 import time
@@ -32,23 +33,24 @@ from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+for _folder in ("", "src"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
 
 import numpy as np  # noqa: E402 - the number of threads is read on import
 
+from benchmarks.geometry_kinds import KINDS  # noqa: E402
 from reshard.geometry import (  # noqa: E402
     AffinePiece,
-    LinkTable,
     ParamAffineMap,
     PieceTable,
     compose,
     composition,
 )
+from reshard.geometry.matching import matched  # noqa: E402
 
 VOCABULARY = (128_256, 16_384)
 """The embedding of a 405-billion-parameter model."""
 
-RANKS = 8
 Run = Callable[[], object]
 
 
@@ -118,74 +120,58 @@ def bench_validation(rounds: int) -> None:
 # ------------------------------------------------------------------------------ composition
 
 
-def scattered(count: int, seed: int) -> ParamAffineMap:
-    """A vector in ``count`` runs of random lengths, dealt out over ranks at random."""
-    rng = np.random.default_rng(seed)
-    cuts = np.unique(rng.integers(1, 64 * count, count + count // 8))
-    cuts = np.sort(rng.choice(cuts, count - 1, replace=False))
-    start = np.concatenate([[0], cuts])
-    length = np.diff(np.append(start, 64 * count))
-    return dealt(start, length, rng.integers(0, RANKS, count))
-
-
-def dealt(start: Any, length: Any, rank: Any) -> ParamAffineMap:
-    """The map of runs of a vector, each laid behind those that its rank already has."""
-    count = len(start)
-    order = np.argsort(rank, kind="stable")
-    placed = np.cumsum(length[order]) - length[order]
-    sizes = np.bincount(rank, length, RANKS).astype(np.int64)
-    dest = np.empty(count, np.int64)
-    dest[order] = placed - np.repeat(np.cumsum(sizes) - sizes, np.bincount(rank, minlength=RANKS))
-    ones = np.ones((count, 1), np.int64)
-    link = LinkTable(start, dest, length.reshape(-1, 1), ones, ones)
-    table = PieceTable(
-        rank.astype(np.int64),
-        np.arange(count),
-        link,
-        np.ones(count),
-        rank.astype(np.int64),
-        tuple((r,) for r in range(RANKS)),
-    )
-    shapes = {r: (int(sizes[r]),) for r in range(RANKS)}
-    return ParamAffineMap.from_table((int(length.sum()),), shapes, table)
-
-
-def cyclic(count: int) -> ParamAffineMap:
-    """Blocks of 64 elements, dealt out in turn."""
-    start = np.arange(count) * 64
-    return dealt(start, np.full(count, 64), np.arange(count) % RANKS)
-
-
-def contiguous(count: int) -> ParamAffineMap:
-    """The same blocks, each rank the next ones."""
-    start = np.arange(count) * 64
-    return dealt(start, np.full(count, 64), np.arange(count) * RANKS // count)
-
-
 def reread(*maps: ParamAffineMap) -> list[PieceTable]:
     """Make columns of the piece objects of maps."""
     return [PieceTable.of(one.pieces_by_rank) for one in maps]
 
 
-def bench_composition(counts: list[int], rounds: int) -> None:
-    line("composition over 8 ranks", "compose", "verify", "read", "segments", "pieces/s")
+def bench_kinds(count: int, rounds: int) -> None:
+    line(
+        f"composition, {count:,} pieces a side", "compose", "verify", "read", "segments", "copies/s"
+    )
+    times = {}
+    for name, make in KINDS.items():
+        target, source = make(count)
+        for one in (target, source):
+            one.validate()
+        took = measured(lambda t=target, s=source: composed(t, s), rounds)
+        proof = measured(took.result.verify, rounds)
+        read = measured(lambda t=target, s=source: reread(t, s), 1)
+        times[name] = took.seconds
+        cells = (shown(took.seconds), shown(proof.seconds), shown(read.seconds))
+        line(
+            name, *cells, f"{len(took.result):,}", f"{matches(target, source) / took.seconds:,.0f}"
+        )
+    worst = max(times, key=times.__getitem__)
+    print(f"the worst kind is {worst}: {shown(times[worst])}")
+
+
+def matches(target: ParamAffineMap, source: ParamAffineMap) -> int:
+    """Number of copies before any of them are folded."""
+    return len(matched(target.table.link, source.table.link).first)
+
+
+def bench_growth(counts: list[int], rounds: int) -> None:
+    line("growth of scattered runs", "compose", "times", "memory", "bytes/piece", "")
+    last = None
     for count in counts:
-        for name, target, source in (
-            ("scattered → scattered", scattered(count, 1), scattered(count, 2)),
-            ("cyclic → contiguous", contiguous(count), cyclic(count)),
-        ):
-            target.validate()
-            took = measured(lambda t=target, s=source: composed(t, s), rounds)
-            proof = measured(took.result.verify, rounds)
-            read = measured(lambda t=target, s=source: reread(t, s), 3) if count <= 10**5 else None
-            line(
-                f"{name}, {count:,} pieces a side",
-                shown(took.seconds),
-                shown(proof.seconds),
-                shown(read.seconds) if read else "",
-                f"{len(took.result):,}",
-                f"{2 * count / took.seconds:,.0f}",
-            )
+        target, source = KINDS["scattered runs"](count)
+        before = peak_bytes()
+        took = measured(lambda t=target, s=source: composed(t, s), rounds if count < 10**6 else 1)
+        used = peak_bytes() - before
+        line(
+            f"{count:,} pieces a side",
+            shown(took.seconds),
+            f"{took.seconds / last:.1f}×" if last else "",
+            f"{used / 2**20:,.0f} MiB",
+            f"{used / (2 * count):,.0f}",
+        )
+        last = took.seconds
+
+
+def peak_bytes() -> int:
+    """Memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ------------------------------------------------------------------------------ planners
@@ -241,7 +227,13 @@ def bench_planners(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--full", action="store_true", help="also 10^6 and 10^7 pieces a side")
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=6,
+        choices=(5, 6, 7),
+        help="growth is shown up to 10 to the power of this many pieces a side; 7 needs 8 GB",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
@@ -249,7 +241,9 @@ def main() -> None:
     rounds = max(3, arguments.rounds)
     bench_validation(max(5, rounds))
     print()
-    bench_composition([10**4, 10**5, *([10**6, 10**7] if arguments.full else [])], rounds)
+    bench_kinds(10**5, rounds)
+    print()
+    bench_growth([10**power for power in range(4, arguments.largest + 1)], rounds)
     print()
     bench_planners(rounds)
 

@@ -149,6 +149,19 @@ def test_masters_that_are_not_the_weights_of_the_model(stage: int, tmp_path: Pat
     refused(source, tmp_path, "the model's own weights are not its master weights rounded")
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_tied_weight_that_is_another(stage: int, tmp_path: Path) -> None:
+    """The state dict holds a tied parameter under both names, and one of them was changed."""
+
+    def edit(root: dict[str, Any]) -> None:
+        alias, *_ = root["shared_params"]
+        root["module"][alias] = root["module"][alias].clone() + 1
+
+    source = copy_of(case_of(stage), tmp_path)
+    rewrite(one(source, "mp_rank_00_model_states.pt"), edit)
+    refused(source, tmp_path, "the model's own weights are not its master weights rounded, in 1 of")
+
+
 def test_the_user_may_choose_the_masters(tmp_path: Path) -> None:
     source = copy_of(case_of(1), tmp_path)
     rewrite(one(source, "*_optim_states.pt"), other_masters)

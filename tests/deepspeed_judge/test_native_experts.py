@@ -43,6 +43,9 @@ PAIRS: list[tuple[str, MixRecipe]] = [
     ("ep2 data first bf16", SOURCES["ep2 data first bf16"]),
     ("ep2 data first bf16", MixRecipe(world=4, ep=4, dtype="bf16", data_first=True)),
     ("ep2 folded tp2", MixRecipe(world=4, ep=4)),
+    ("ep2 folded tp2", SOURCES["ep2 folded tp2"]),
+    ("ep2 folded tp2", MixRecipe(world=4, ep=4, tp=2)),
+    ("ep2 folded tp2", MixRecipe(world=4, ep=2, tp=2, stage=3)),
     ("native ep2", SOURCES["native ep2"]),
     ("native ep2", MixRecipe(world=4, ep=4, native=True)),
     ("native ep2", MixRecipe(world=2, ep=1, stage=2, native=True)),
@@ -68,7 +71,7 @@ def trained(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def options(recipe: MixRecipe) -> dict[str, int]:
-    return {"stage": recipe.stage, "dp": recipe.dp, "ep": recipe.ep}
+    return {"stage": recipe.stage, "dp": recipe.dp, "tp": recipe.tp, "ep": recipe.ep}
 
 
 @pytest.mark.parametrize(
@@ -119,8 +122,10 @@ def test_experts_that_cannot_be_spread_are_refused(trained: Callable[[str], Run]
     source = open_checkpoint(trained("ep2")[1])
     with pytest.raises(UsageError, match=r"does not divide the experts .* a divisor of 4"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=1, dp=3, ep=3))
-    with pytest.raises(UnsupportedError, match="with one tensor rank only"):
+    with pytest.raises(UnsupportedError, match="no such experts with several tensor ranks"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=1, dp=2, tp=2))
+    with pytest.raises(UnsupportedError, match="ZeRO-1, 2 and 3 only"):
+        lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=0, dp=2, ep=2))
     native = open_checkpoint(trained("native ep2")[1])
     with pytest.raises(UnsupportedError, match=r"own MoE layers .* under which DeepSpeed trains"):
         lay_out_deepspeed(native, tag="t", options=NativeOptions(stage=3, dp=2, ep=2))

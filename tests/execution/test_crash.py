@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,6 +20,9 @@ from tests.execution.raw import tree
 from tests.execution.victim import STAGES, TENSORS, Order, Outcome, Server, job_of
 
 KILLED = -signal.SIGKILL
+
+MOMENTS = int(os.environ.get("RESHARD_CRASHES", "8"))
+"""Random moments to be killed at; `make test-crash` asks for many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class TestKilled:
         bench.server.run(Order(str(out), at="folders", overwrite=True))
         assert tree(out) == OLD
 
-    @pytest.mark.parametrize("seed", range(40))
+    @pytest.mark.parametrize("seed", range(MOMENTS))
     def test_at_a_random_moment(self, out: Path, bench: Bench, seed: int) -> None:
         moment = random.Random(seed).uniform(0, 30)
         assert bench.server.run(Order(str(out), after=moment)).code in (0, KILLED)
@@ -236,6 +240,49 @@ class TestResume:
         assert result == Outcome(0, "tensors 24 kept 23")
         assert tree(out) == bench.whole
 
+    @pytest.mark.parametrize("left", ["nothing", "the lock", "the pointer too"])
+    def test_killed_while_it_cleaned_up(self, out: Path, bench: Bench, left: str) -> None:
+        assert bench.server.run(Order(str(out))).code == 0
+        if left != "the pointer too":
+            (out.parent / "latest").unlink()
+        if left == "the lock":
+            staging_path(out).mkdir()
+            (staging_path(out) / "lock").touch()
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        result = bench.server.run(Order(str(out), resume=True))
+        assert result == Outcome(0, f"tensors {TENSORS} kept {TENSORS}")
+        assert (out.parent / "latest").read_text() == "out"
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+        assert not staging_path(out).exists()
+
+    def test_a_finished_output_that_changed_is_not_taken_for_one(
+        self, out: Path, bench: Bench
+    ) -> None:
+        bench.server.run(Order(str(out)))
+        victim = out / "norm0" / "fp32.0.bin"
+        victim.write_bytes(victim.read_bytes()[:-1] + b"X")
+        refused = bench.server.run(Order(str(out), resume=True))
+        assert refused.code == 2
+        assert "is no longer what was written" in refused.text
+        assert "norm0/fp32.0.bin" in refused.text
+        assert "other bytes outside the tensors" in refused.text
+        assert not staging_path(out).exists()
+        assert bench.server.run(Order(str(out), overwrite=True)).code == 0
+        assert tree(out) == bench.whole
+
+    @pytest.mark.parametrize("word", ["plan", "sources"])
+    def test_the_output_of_another_run_is_not_taken_for_this_one_s(
+        self, out: Path, bench: Bench, word: str
+    ) -> None:
+        bench.server.run(Order(str(out)))
+        manifest = json.loads((out / MANIFEST_NAME).read_text())
+        manifest[word] = manifest[word][:-1]
+        (out / MANIFEST_NAME).write_text(json.dumps(manifest))
+        refused = bench.server.run(Order(str(out), resume=True))
+        assert refused.code == 2
+        assert "the output exists already" in refused.text
+        assert not staging_path(out).exists()
+
     def test_without_anything_to_resume_it_begins(self, out: Path, bench: Bench) -> None:
         assert bench.server.run(Order(str(out), resume=True)).code == 0
         assert tree(out) == bench.whole
@@ -272,6 +319,22 @@ class TestLock:
         assert not out.exists()
         assert bench.server.run(Order(str(out))).code == 0
         assert tree(out) == bench.whole
+
+    def test_the_next_run_may_make_its_lock_before_this_one_is_gone(
+        self, tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out = tmp_path / "out"
+        real = Path.unlink
+
+        def unlink(path: Path, missing_ok: bool = False) -> None:
+            real(path, missing_ok)
+            if path == staging_path(out) / "lock":
+                path.touch()  # as the next run does
+
+        monkeypatch.setattr(Path, "unlink", unlink)
+        execute(job_of(tmp_path / "in"), out, workers=1, max_memory=MIB)
+        assert tree(out) == bench.whole
+        assert [path.name for path in staging_path(out).iterdir()] == ["lock"]
 
     def test_a_stranger_s_folder_is_not_touched(self, out: Path, bench: Bench) -> None:
         staging_path(out).mkdir()

@@ -60,7 +60,8 @@ def mixed(folder: Path) -> tuple[Keyed, Plan, Target]:
 
 class TestBytes:
     @pytest.mark.parametrize(
-        ("workers", "cap"), [(1, 64 * KIB), (3, 256 * KIB), (2, 256 * MIB), (7, 2 * MIB)]
+        ("workers", "cap"),
+        [(1, 64 * KIB), (3, 256 * KIB), (1, MIB), (4, MIB), (2, 256 * MIB), (7, 2 * MIB)],
     )
     def test_workers_and_cap_change_nothing(self, tmp_path: Path, workers: int, cap: int) -> None:
         fulls, job, target = mixed(tmp_path / "in")
@@ -283,8 +284,13 @@ class TestDestination:
     def test_a_parent_that_is_a_file_is_refused(self, tmp_path: Path) -> None:
         _, job, _ = mixed(tmp_path / "in")
         (tmp_path / "file").write_text("")
-        with pytest.raises(OutputError):
-            execute(job, tmp_path / "file" / "out", workers=1, max_memory=MIB)
+        for out in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+            with pytest.raises(OutputError) as caught:
+                execute(job, out, workers=1, max_memory=MIB)
+            assert str(caught.value) == (
+                f"the output would lie beneath something that is not a folder: {out}: "
+                f"found {tmp_path / 'file'}; next: choose another folder"
+            )
 
 
 class TestSources:

@@ -165,6 +165,22 @@ class TestSourceFaults:
             execute(job, out, workers=2, max_memory=CAP, stage=touch)
         assert not out.exists()
 
+    def test_a_file_that_is_replaced_meanwhile_is_named(self, tmp_path: Path) -> None:
+        job, out = job_of(tmp_path / "in"), tmp_path / "out"
+        victim = tmp_path / "in" / "rank_0.bin"
+
+        def replace(stage: str) -> None:
+            if stage == "filled":  # by one of the same size and time, as `cp -p` and `mv` would
+                fresh = tmp_path / "fresh"
+                fresh.write_bytes(bytes(victim.stat().st_size))
+                times = victim.stat().st_atime_ns, victim.stat().st_mtime_ns
+                os.utime(fresh, ns=times)
+                fresh.rename(victim)
+
+        with pytest.raises(CheckpointError, match=r"was replaced while it was read.*rank_0\.bin"):
+            execute(job, out, workers=2, max_memory=CAP, stage=replace)
+        assert not out.exists()
+
     def test_a_file_that_goes_away_while_it_is_read_is_named(self, tmp_path: Path) -> None:
         job, out = job_of(tmp_path / "in"), tmp_path / "out"
         victim = tmp_path / "in" / "rank_0.bin"

@@ -73,6 +73,31 @@ class TestRefuse:
         assert not (tmp_path / "out").exists()
         assert not staging_path(tmp_path / "out").exists()
 
+    @pytest.mark.parametrize("small", [True, False])
+    def test_the_same_mismatch_is_told_whoever_finds_one_first(
+        self, tmp_path: Path, small: bool
+    ) -> None:
+        shape = (20, 30) if small else (700, 900)
+        fulls = {
+            (f"w{k:02d}", "fp32"): np.random.default_rng(k).standard_normal(shape).astype("f4")
+            for k in range(12)
+        }
+        layout = replicated(shape, 2)
+        tensors = {key: (full, layout) for key, full in fulls.items()}
+        checkpoint = write_checkpoint(tmp_path / "in", tensors)
+        for key in list(fulls)[3:]:
+            region = checkpoint.tensors[key].regions[1]
+            with Path(region.file).open("r+b") as file:
+                file.seek(region.offset + region.nbytes - 4)
+                file.write(b"\1\2\3\4")
+        job = plan(checkpoint, target_for(checkpoint))
+        said = set()
+        for turn, workers in enumerate((1, 2, 4, 7, 2, 3)):
+            with pytest.raises(ReplicaMismatchError, match="w03") as caught:
+                execute(job, tmp_path / f"out{turn}", workers=workers, max_memory=MIB)
+            said.add(str(caught.value))
+        assert len(said) == 1
+
     @pytest.mark.parametrize("bits", [0x80000000, 0x7FC00001, 0x00000001])
     def test_one_bit_is_enough(self, tmp_path: Path, bits: int) -> None:
         full = np.zeros(1000, "f4")

@@ -86,6 +86,7 @@ def test_a_dry_run_writes_nothing(sample: Checkpoint, out: Path, capsys: Capture
         in said
     )
     assert "dry run: nothing was written\n" in said
+    assert re.search(r"  time +about \S+ \S+, by a probe of the disks\n", said)
     for word in ("would read   360 B, 4 B of it to compare", "would write  ", "disk ", "memory  "):
         assert word in said
 
@@ -273,6 +274,33 @@ def test_verify_finds_one_bit(sample: Checkpoint, converted: Path, capsys: Captu
     document = json.loads(capsys.readouterr().out)
     assert (document["schema"], document["equal"]) == ("reshard.verify/1", False)
     assert document["differences"][0]["index"] == [1, 1]
+
+
+def test_verify_sees_bytes_that_belong_to_no_tensor(
+    sample: Checkpoint, converted: Path, capsys: Capture
+) -> None:
+    path = converted / "zero" / "layers.0.weight" / "fp32.pt"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1  # the time of a record, in its local header: no reader looks at it
+    path.write_bytes(content)
+    (converted / "stranger").write_text("new")
+    assert main(["verify", sample.path, str(converted)]) == 1
+    said = capsys.readouterr().out
+    assert "files that are not as the manifest beside them says\n" in said
+    row = r"OUT +zero/layers\.0\.weight/fp32\.pt +other bytes outside the tensors\n"
+    assert re.search(row, said)
+    assert re.search(r"OUT +stranger +a file that was added\n", said)
+    assert f"{converted}: 2 changes against a manifest; compared: 7 tensors (356 B), " in said
+    assert main(["verify", sample.path, str(converted), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["differences"] == []
+    assert document["changes"][1] == {
+        "side": "right",
+        "file": "zero/layers.0.weight/fp32.pt",
+        "what": "other bytes",
+        "name": "",
+        "state": "",
+    }
 
 
 def test_verify_names_what_is_missing(sample: Checkpoint, out: Path, capsys: Capture) -> None:

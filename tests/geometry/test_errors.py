@@ -111,6 +111,12 @@ def test_an_element_that_nobody_holds_is_named() -> None:
         (((4,), 0, (1,), 0, (1,), ()), "form"),
         (((4,), 0, (1,), 0, (1,), (-1,)), "form"),
         (((4.0,), 0, (1,), 0, (1,), (0,)), "form"),
+        (((True,), 0, (1,), 0, (1,), (0,)), "form"),
+        (((4,), False, (1,), 0, (1,), (0,)), "form"),
+        (((4,), 0, (np.True_,), 0, (1,), (0,)), "form"),
+        (((4,), 0, (1,), 0, (np.float64(1),), (0,)), "form"),
+        (((4,), 0, (1,), 0, (1,), (True,)), "form"),
+        (((4,), 0, (1,), 0, (1,), (0,), True), "form"),
         (((4,), 2**62, (1,), 0, (1,), (0,)), "form"),
         (((4,), 0, (1,), 0, (1,), (0,), 0.0), "P3"),
         (((4,), 0, (1,), 0, (1,), (0,), float("nan")), "P3"),
@@ -124,6 +130,19 @@ def test_a_malformed_piece_is_refused_when_it_is_built(
     with pytest.raises(InvalidMapError) as refused:
         AffinePiece(*fields)
     assert refused.value.broken == broken
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint64, torch.tensor])
+def test_integers_of_every_library_become_plain_ones(kind: Any) -> None:
+    two_by_three: Any = np.array([2, 3])
+    steps: Any = [kind(9), kind(1)]
+    first: Any = [kind(0)]
+    piece = AffinePiece(two_by_three, kind(4), steps, kind(0), (kind(3), kind(1)), first)
+    assert piece == AffinePiece((2, 3), 4, (9, 1), 0, (3, 1), (0,))
+    numbers = (*piece.shape, piece.source_offset, *piece.dest_strides, *piece.locations)
+    assert {type(number) for number in numbers} == {int}
+    one = ParamAffineMap([kind(6)], {kind(0): [kind(6)]}, {})
+    assert {type(n) for n in (*one.logical_shape, *one.ranks, *one.shard_shapes[0])} == {int}
 
 
 def test_pieces_of_a_rank_without_a_shard_are_refused() -> None:

@@ -28,6 +28,7 @@ from reshard.execution import (
     TensorDifference,
     disk_needed,
     execute,
+    measured_rate,
     sizes_for,
 )
 from reshard.execution.destination import check_apart, check_free, check_names, resolved
@@ -67,10 +68,13 @@ class ConversionReport:
         Buffers of all workers together, and how many there are.
     dry_run
         Whether nothing was written.
-    kept
-        Tensors that an interrupted run had finished already.
+    kept, kept_bytes
+        Tensors that an interrupted run had finished already, and their bytes.
     seconds
         From the call to the published output, comparison not included.
+    expected_seconds
+        With ``dry_run``: how long the run would take, from a short probe of the disks; None when
+        nothing could be probed.
     notes
         What the user should know: what could not be carried, and why.
     replicas
@@ -96,7 +100,9 @@ class ConversionReport:
     dry_run: bool
     notes: tuple[str, ...] = ()
     kept: int = 0
+    kept_bytes: int = 0
     seconds: float = 0.0
+    expected_seconds: float | None = None
     replicas: str = "refuse"
     drift: tuple[ReplicaFinding, ...] = ()
     comparison: Comparison | None = None
@@ -160,7 +166,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     rename
         Other names for parameters, with ``to="safetensors"``.
     dry_run
-        Report, and write nothing.
+        Report, tell the time, and write nothing.
     resume
         Continue what an interrupted run of the same conversion left.
     overwrite
@@ -195,7 +201,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
-        return report
+        return _timed(report, job, fsync=fsync)
     told = require_rounded_copies(chosen, replicas)
     with naming_the_rule(chosen):
         done = execute(
@@ -208,8 +214,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
             overwrite=overwrite,
             progress=progress,
         )
-    seconds = time.perf_counter() - start
-    report = _done(report, done, seconds, told)
+    report = _done(report, done, time.perf_counter() - start, told)
     if not verify:
         return report
     pair = comparable(chosen, open_checkpoint(final))
@@ -217,16 +222,23 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     return replace(report, comparison=found)
 
 
+def _timed(forecast: ConversionReport, job: Plan, *, fsync: bool) -> ConversionReport:
+    """A forecast with the time that it would take; some of the source is copied to nowhere."""
+    rate = measured_rate(job, forecast.destination, fsync=fsync)
+    return replace(forecast, expected_seconds=forecast.cost.seconds(rate) if rate else None)
+
+
 def _done(
-    report: ConversionReport, done: Report, seconds: float, told: tuple[str, ...]
+    forecast: ConversionReport, done: Report, seconds: float, told: Sequence[str]
 ) -> ConversionReport:
     return replace(
-        report,
+        forecast,
         dry_run=False,
         kept=done.kept,
+        kept_bytes=done.kept_nbytes,
         seconds=seconds,
         drift=done.replicas,
-        notes=(*report.notes, *told),
+        notes=(*forecast.notes, *told),
     )
 
 

@@ -69,7 +69,7 @@ def accepts(found: Comparison, replicas: str) -> bool:
         )
     if found.equal:
         return True
-    if replicas == "refuse" or found.values:
+    if replicas == "refuse" or found.values or found.changes:
         return False
     drifted = {f.key: f.count for side, f in found.replicas if side == "left"}
     own = all(side == "left" for side, _ in found.replicas)

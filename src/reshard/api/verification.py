@@ -1,16 +1,22 @@
-"""Proving that two checkpoints hold the same, of whatever formats and topologies."""
+"""Proving that two checkpoints hold the same, of whatever formats and topologies.
+
+Theory. Equal tensors prove that a conversion was right; they do not prove that the files are as
+they were written, for not every byte of a file is part of a tensor. What reshard wrote has a
+manifest beside it with a digest of every byte, so a side that has one is held against it as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from reshard.api.arguments import size_of, texts_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
 from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
-from reshard.execution import Comparison
+from reshard.execution import MANIFEST_NAME, SIDES, Comparison, check_manifest
 from reshard.formats.checkpoint import Checkpoint, TensorKey
 from reshard.formats.registry import ReadOptions
 from reshard.formats.renaming import Renaming, renamed
@@ -36,6 +42,8 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
 
     Where one side is an export (safetensors), what it holds is compared: the states that it leaves
     out are listed in `not_held`, and weights in another element type are compared in that type.
+    A side with a manifest is also held against that: whatever changed in its files since it was
+    written is listed in `changes`.
 
     Parameters
     ----------
@@ -70,11 +78,15 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         left = renamed(left, rename, whole)
     if include or exclude or states or trainable:
         right = _narrowed_to(right, left, states)
-    return comparable(left, right).compared(
-        workers=workers if workers is not None else default_workers(),
-        max_memory=memory,
-        progress=progress,
+    threads = workers if workers is not None else default_workers()
+    found = comparable(left, right).compared(workers=threads, max_memory=memory, progress=progress)
+    changes = tuple(
+        (side, change)
+        for side, folder in zip(SIDES, (whole.path, right.path), strict=True)
+        if (Path(folder) / MANIFEST_NAME).exists()
+        for change in check_manifest(folder, workers=threads, max_memory=memory, progress=progress)
     )
+    return replace(found, changes=changes)
 
 
 def _narrowed_to(right: Checkpoint, left: Checkpoint, states: Sequence[str]) -> Checkpoint:

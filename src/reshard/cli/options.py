@@ -79,7 +79,8 @@ Also = Annotated[
     typer.Option(
         "--also",
         metavar="DIR",
-        help="Another folder that holds ranks of CKPT, as node-local saves leave them. Repeatable.",
+        help="Another folder that holds ranks of CKPT, as node-local saves leave them, or files to "
+        "carry along (config.json, tokenizer; safetensors). Repeatable.",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -180,7 +181,7 @@ To = Annotated[
         "--to",
         metavar="FORMAT",
         autocompletion=completion.formats,
-        help="The format to write.",
+        help="The format to write: universal, deepspeed, safetensors or dcp.",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -292,7 +293,7 @@ MaxShardSize = Annotated[
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest data file, like 5GB, which is the default for weights (DCP: 4GiB).",
+        help="Largest data file, like 5GB, which is the default for weights (DCP: 1GiB).",
         rich_help_panel=_FILES,
     ),
 ]
@@ -335,6 +336,15 @@ DcpTree = Annotated[
         rich_help_panel=_FILES,
     ),
 ]
+Adam = Annotated[
+    str | None,
+    typer.Option(
+        "--adam",
+        metavar="{adamw,adam}",
+        help="Which of torch's two Adams the optimizer is, where the source does not say it (DCP).",
+        rich_help_panel=_FILES,
+    ),
+]
 DropIn = Annotated[
     bool,
     typer.Option(
@@ -367,7 +377,8 @@ States = Annotated[
     typer.Option(
         "--states",
         metavar="STATE,...",
-        help="Carry only these states (fp32: the weights alone). Repeatable.",
+        help="Carry only these states (fp32: the weights alone, as by default for safetensors). "
+        "Repeatable.",
         rich_help_panel=_WHAT,
     ),
 ]

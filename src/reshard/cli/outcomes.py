@@ -3,8 +3,9 @@
 ``reshard.convert/1``
     `source` {`path`, `format`, `topology`}, `destination`, `format`, `pointer`,
     `pointed_to` (what the pointer said before, null when the same or nothing), `dry_run`;
-    `tensors` [as in ``reshard.inspect/1``], `left_out`, `kept`;
+    `tensors` [as in ``reshard.inspect/1``], `left_out`, `kept`, `kept_nbytes`;
     `read_nbytes`, `compared_nbytes`, `strided_nbytes`, `write_nbytes`, `files`, `seconds`;
+    `expected_seconds` (null unless it is a dry run and a probe of the disks succeeded);
     `disk_nbytes`, `disk_free_nbytes`, `memory_nbytes`, `workers`;
     `replicas` {`policy`, `differ` [{`name`, `state`, `count`, `first`, `largest`, `files`}]};
     `notes` [text], `problems` [as in ``reshard.inspect/1``];
@@ -20,6 +21,7 @@
     `replicas` [{`side`, `name`, `state`, `count`, `first`, `largest`, `files`}];
     `casts` [{`left`, `right`, `tensors`}]: element types that were compared after rounding;
     `not_held` {state: count}: what exported weights go without, which was not compared;
+    `changes` [{`side`, `file`, `what`, `name`, `state`}]: files unlike the manifest beside them;
     `policy`: what was chosen for copies that differ, and `accepted`: whether exit code 0 followed.
 
 ``reshard.annotate/1``
@@ -65,12 +67,14 @@ def conversion_document(report: ConversionReport) -> Document:
         "tensors": [tensor_document(tensor) for tensor in source.tensors.values()],
         "left_out": report.left_out,
         "kept": report.kept,
+        "kept_nbytes": report.kept_bytes,
         "read_nbytes": cost.read_nbytes,
         "compared_nbytes": cost.compared_nbytes,
         "strided_nbytes": cost.strided_nbytes,
         "write_nbytes": cost.write_nbytes,
         "files": cost.files,
         "seconds": report.seconds,
+        "expected_seconds": report.expected_seconds,
         "disk_nbytes": report.disk_bytes,
         "disk_free_nbytes": report.disk_free_bytes,
         "memory_nbytes": report.memory_bytes,
@@ -149,6 +153,16 @@ def _comparison(found: Comparison) -> Document:
             for (left, right), count in found.casts.items()
         ],
         "not_held": dict(found.not_held),
+        "changes": [
+            {
+                "side": side,
+                "file": change.file,
+                "what": change.what,
+                "name": change.name,
+                "state": change.state,
+            }
+            for side, change in found.changes
+        ],
     }
 
 

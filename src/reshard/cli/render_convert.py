@@ -124,11 +124,14 @@ def _tensors(report: ConversionReport) -> str:
 def _summary(report: ConversionReport) -> Iterator[tuple[str, object]]:
     yield from _from_and_to(report)
     if report.kept:
-        yield "resumed", f"{counted(report.kept, 'tensor')} were finished already"
+        kept = f"{counted(report.kept, 'tensor')} ({format_bytes(report.kept_bytes)})"
+        yield "kept", f"{kept} that an interrupted run had finished"
     cost = report.cost
-    yield "read", format_bytes(cost.read_nbytes)
-    yield "written", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"
-    rate = format_rate(cost.write_nbytes, report.seconds)
+    written = max(cost.write_nbytes - report.kept_bytes, 0)
+    if not report.kept:  # else it is not known how much was read
+        yield "read", format_bytes(cost.read_nbytes)
+    yield "written", f"{format_bytes(written)} in {counted(cost.files, 'file')}"
+    rate = format_rate(written, report.seconds)
     yield "time", f"{format_seconds(report.seconds)} ({rate})"
 
 
@@ -141,6 +144,8 @@ def _forecast(report: ConversionReport) -> Iterator[tuple[str, object]]:
     free = format_bytes(report.disk_free_bytes)
     short = " - NOT ENOUGH" if report.disk_bytes > report.disk_free_bytes else ""
     yield "disk", f"{format_bytes(report.disk_bytes)} of {free} free{short}"
+    if report.expected_seconds is not None:
+        yield "time", f"about {format_seconds(report.expected_seconds)}, by a probe of the disks"
     workers = counted(report.workers, "worker")
     yield "memory", f"{format_bytes(report.memory_bytes)} of buffers for {workers}"
     yield "geometries", format_count(cost.routes)

@@ -35,6 +35,11 @@ def comparison_blocks(
     """
     yield from difference_blocks(found)
     yield _replicas(found)
+    yield table(
+        "files that are not as the manifest beside them says",
+        "side file found",
+        ((_SIDES[side], c.file, c.said) for side, c in found.changes[:SHOWN_DIFFERENCES]),
+    )
     yield _verdict(found, left, right, policy, accepted=accepted)
 
 
@@ -147,12 +152,21 @@ def _verdict(found: Comparison, left: str, right: str, policy: str, *, accepted:
     if accepted:
         said = f"accepted (--replicas {policy}): {left} and {right}: {compared}; {copies} with "
         return lines("", (f"{said}copies that differ inside CKPT",), Tone.NOTICE)
-    if not found.differences and not found.values:
+    if not (found.differences or found.values or found.changes):
         said = (
             f"different: {left} and {right} agree, but {copies} with copies that differ from each "
             "other inside one side; next: --replicas first accepts that"
         )
         return lines("", (said,), Tone.BAD)
-    wrong = len(found.differences) + len(found.values) + len(found.replicas)
-    said = f"different: {left} and {right}: {counted(wrong, 'difference')} in {compared}"
+    wrong = ", ".join(
+        counted(count, *words)
+        for count, *words in (
+            (len(found.differences), "tensor"),
+            (len(found.values), "other value"),
+            (len(found.replicas), "tensor with unlike copies", "tensors with unlike copies"),
+            (len(found.changes), "change against a manifest", "changes against a manifest"),
+        )
+        if count
+    )
+    said = f"different: {left} and {right}: {wrong}; compared: {compared}"
     return lines("", (said,), Tone.BAD)

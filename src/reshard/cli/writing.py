@@ -47,6 +47,7 @@ class WritingFlags:
     max_shard_size: str | None = None
     tied_weights: str | None = None
     dcp_tree: str | None = None
+    adam: str | None = None
 
     def given(self) -> frozenset[str]:
         """Names of the options that were given."""
@@ -174,12 +175,13 @@ def _dcp(flags: WritingFlags) -> DcpOptions:
     limit = DEFAULT_SHARD_BYTES
     if flags.max_shard_size is not None:
         limit = parse_bytes(flags.max_shard_size)
-    return DcpOptions(tree=TREES[name], max_shard_bytes=limit, dtype=_model_dtype(flags.dtype))
+    dtype = _model_dtype(flags.dtype)
+    return DcpOptions(tree=TREES[name], max_shard_bytes=limit, dtype=dtype, adam=flags.adam)
 
 
 _TAKEN: Mapping[str, _Taken] = {
     "deepspeed": _Taken(_NATIVE, _native),
     "safetensors": _Taken(("dtype", "max_shard_size", "tied_weights"), _safetensors),
-    "dcp": _Taken(("dtype", "max_shard_size", "dcp_tree"), _dcp),
+    "dcp": _Taken(("dtype", "max_shard_size", "dcp_tree", "adam"), _dcp),
 }
 """What each format takes; one that is not here takes nothing."""

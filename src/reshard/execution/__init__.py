@@ -9,6 +9,7 @@ a format, imports torch, or asks what the plan is for.
 from reshard.execution.audit import Change, check_manifest
 from reshard.execution.buffers import DEFAULT_MAX_MEMORY, sizes_for
 from reshard.execution.compare import (
+    SIDES,
     Comparison,
     StateTotal,
     TensorDifference,
@@ -26,6 +27,7 @@ from reshard.execution.staging import staging_path
 __all__ = [
     "DEFAULT_MAX_MEMORY",
     "MANIFEST_NAME",
+    "SIDES",
     "Change",
     "Comparison",
     "Progress",

@@ -20,6 +20,14 @@ from reshard.execution.digests import LEAF_NBYTES, digest_of
 from reshard.execution.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, read_manifest
 from reshard.execution.output import gaps_of
 
+_WORDS = {
+    "missing": "a file that is missing",
+    "size": "another size",
+    "other bytes": "other bytes outside the tensors",
+    "extra file": "a file that was added",
+    "cannot be read": "a file that cannot be read",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -30,8 +38,8 @@ class Change:
     file
         Path relative to the output folder.
     what
-        ``"missing"``, ``"size"``, ``"tensor"``, ``"other bytes"``, ``"extra file"``,
-        ``"cannot be read"``.
+        ``"missing"``, ``"size"``, ``"tensor"``, ``"other bytes"`` (outside the tensors),
+        ``"extra file"``, ``"cannot be read"``.
     name, state
         The tensor concerned, for ``"tensor"``.
     """
@@ -40,6 +48,17 @@ class Change:
     what: str
     name: str = ""
     state: str = ""
+
+    @property
+    def said(self) -> str:
+        """The change in words.
+
+        >>> Change("a.pt", "tensor", "w", "fp32").said, Change("a.pt", "missing").said
+        ('other bytes of fp32 of w', 'a file that is missing')
+        """
+        if self.name:
+            return f"other bytes of {self.state} of {self.name}"
+        return _WORDS[self.what]
 
 
 def check_manifest(
@@ -74,7 +93,11 @@ def check_manifest(
     ArchiveError
         When the manifest is malformed.
     """
-    root = Path(folder)
+    return changes_in(Path(folder), Crew(workspaces(max_memory, workers), progress))
+
+
+def changes_in(root: Path, crew: Crew) -> tuple[Change, ...]:
+    """As :func:`check_manifest`, with a crew that is there already."""
     manifest = read_manifest(root)
     known = {file.path for file in manifest.files}
     parts: dict[str, list[ManifestPart]] = {}
@@ -95,7 +118,6 @@ def check_manifest(
 
         return work
 
-    crew = Crew(workspaces(max_memory, workers), progress)
     total = sum(file.nbytes for file in manifest.files)
     crew.run(in_order(manifest.files), work_for, total=total, what="check")
     return tuple(sorted(changes, key=lambda change: (change.file, change.name, change.state)))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reshard.execution.audit import Change
 from reshard.execution.buffers import Workspace, workspaces
 from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES
@@ -133,6 +134,8 @@ class Comparison:
     not_held
         States that one side leaves out by its nature, so that they were not compared: how many
         tensors and scalars the other side has of each.
+    changes
+        ``"left"`` or ``"right"`` and what in the files of that side is not as its manifest says.
     """
 
     tensors: int
@@ -145,11 +148,12 @@ class Comparison:
     replicas: tuple[tuple[str, ReplicaFinding], ...]
     casts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     not_held: Mapping[str, int] = field(default_factory=dict)
+    changes: tuple[tuple[str, Change], ...] = ()
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs; replicas that differ among themselves count."""
-        return not (self.differences or self.values or self.replicas)
+        """Whether nothing differs or changed; replicas that differ among themselves count."""
+        return not (self.differences or self.values or self.replicas or self.changes)
 
 
 def compare(

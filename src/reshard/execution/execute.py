@@ -28,6 +28,7 @@ import xxhash
 from reshard import __version__
 from reshard.errors import OutputError, ReplicaMismatchError, ReshardError, UnsupportedError
 from reshard.execution import destination as place
+from reshard.execution.audit import changes_in
 from reshard.execution.blocks import Task, reading_order
 from reshard.execution.buffers import LARGEST_BLOCK, Workspace, workspaces
 from reshard.execution.crew import Crew, Progress
@@ -35,13 +36,14 @@ from reshard.execution.durable import SYNC_THREADS, sync_file, sync_folder
 from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.journal import Identity, Journal, JournalContent, Records
-from reshard.execution.manifest import MANIFEST_NAME, manifest_text
+from reshard.execution.manifest import MANIFEST_NAME, manifest_text, read_manifest
 from reshard.execution.output import Builder, Output, output_error
 from reshard.execution.queue import FileQueue
+from reshard.execution.refusal import FirstMismatch
 from reshard.execution.replicas import ReplicaFinding, joined_findings
 from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
-from reshard.execution.staging import Staging, staging_path
+from reshard.execution.staging import Staging
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -64,8 +66,8 @@ class Report:
         Tensor shards written or kept.
     kept
         Of these, how many an interrupted run had finished.
-    nbytes
-        Bytes of the output.
+    nbytes, kept_nbytes
+        Bytes of the output, and of these, tensor bytes that an interrupted run had written.
     replicas
         Copies that differ and were let through, by name and state.
     """
@@ -75,6 +77,7 @@ class Report:
     tensors: int
     kept: int
     nbytes: int
+    kept_nbytes: int
     replicas: tuple[ReplicaFinding, ...]
 
 
@@ -114,7 +117,8 @@ def execute(  # noqa: PLR0913 - keyword-only, and each is a decision of the call
     fsync
         Whether the output is durable before it gets its name.
     resume
-        Continue what an interrupted run of the same plan left.
+        Continue what an interrupted run of the same plan left; an output that it had finished is
+        checked against its manifest, and gets its pointer file.
     overwrite
         Replace an existing output, and discard what an interrupted run left.
     progress
@@ -139,8 +143,8 @@ def execute(  # noqa: PLR0913 - keyword-only, and each is a decision of the call
     final = place.resolved(destination)
     place.check_names(plan)
     place.check_apart(plan, final)
-    unfinished = resume and staging_path(final).exists()
-    place.check_free(final, overwrite=overwrite or unfinished)
+    if not resume:  # what a resumed run finds is looked at under the lock
+        place.check_free(final, overwrite=overwrite)
     budget = Budget(workers, max_memory, fsync)
     crew = Crew(workspaces(max_memory, workers), progress)
     with SourceFiles(plan.sources) as sources, Staging(final, fsync=fsync) as staging:
@@ -179,16 +183,26 @@ class _Run:
         sources = xxhash.xxh3_128_hexdigest(repr(fingerprints).encode())
         identity = Identity(self.plan.digest(), sources, self.sources.stamps)
         found = self._found(identity, resume=resume, overwrite=overwrite)
-        if found is not None and self._is_published(found):
-            self.staging.finish(self.plan.pointer, stage=self.stage)
-            return self._report(found.records, len(found.records.slots))
-        place.check_free(self.staging.destination, overwrite=overwrite)
         try:
+            if resume:
+                finished = self._finished(found, fingerprints)
+                if finished is not None:
+                    self.staging.finish(self.plan.pointer, stage=self.stage)
+                    return finished
+            self._check_free(found, overwrite=overwrite)
             return self._fresh(identity, found, fingerprints, overwrite=overwrite)
         except OSError as error:
             if isinstance(error, ReshardError):
                 raise
             raise output_error(error, self.staging.destination) from error
+
+    def _check_free(self, found: JournalContent | None, *, overwrite: bool) -> None:
+        try:
+            place.check_free(self.staging.destination, overwrite=overwrite)
+        except OutputError:
+            if found is None:
+                self.staging.remove()
+            raise
 
     def _found(self, identity: Identity, *, resume: bool, overwrite: bool) -> JournalContent | None:
         """What is to be continued; anything else an earlier run left is gone afterwards."""
@@ -212,6 +226,33 @@ class _Run:
         self.staging.discard()
         return None
 
+    def _finished(self, found: JournalContent | None, fingerprints: Fingerprints) -> Report | None:
+        """What an interrupted run did when all it left undone was to point at it and clean up."""
+        if found is not None:
+            if not self._is_published(found):
+                return None
+            kept = len(found.records.slots)
+            return self._report(kept, kept, self._nbytes(found.records), _findings(found.records))
+        # Its journal is the first that goes when it cleans up, so the manifest must speak.
+        try:
+            manifest = read_manifest(self.staging.destination)
+        except (ReshardError, OSError):
+            return None
+        if (manifest.plan, manifest.sources) != (self.plan.digest(), tuple(fingerprints)):
+            return None
+        changes = changes_in(self.staging.destination, self.crew)
+        if changes:
+            self.staging.remove()
+            raise OutputError(
+                "the finished output is no longer what was written",
+                file=self.staging.destination / changes[0].file,
+                found=changes[0].said,
+                next_step="start over with --overwrite",
+            )
+        slots = [slot for file in self.plan.files for slot in file.slots]
+        nbytes = sum(slot.nbytes for slot in slots)
+        return self._report(len(slots), len(slots), nbytes, manifest.findings)
+
     def _is_published(self, found: JournalContent) -> bool:
         """Whether the interrupted run had already given the output its name."""
         try:
@@ -230,7 +271,7 @@ class _Run:
     ) -> Report:
         try:
             records = self._kept(found, identity)
-            kept = len(records.slots)
+            kept, kept_nbytes = len(records.slots), self._nbytes(records)
             path, fsync = self.staging.journal_path, self.budget.fsync
             with closing(Journal(path, identity, records, fsync=fsync)) as journal:
                 self.stage("journal")
@@ -243,7 +284,11 @@ class _Run:
             self._clean_up(error)
             raise
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
-        return self._report(records, kept)
+        return self._report(len(records.slots), kept, kept_nbytes, _findings(records))
+
+    def _nbytes(self, records: Records) -> int:
+        """Bytes of the slots that are finished."""
+        return sum(self.plan.files[file].slots[slot].nbytes for file, slot in records.slots)
 
     def _kept(self, found: JournalContent | None, identity: Identity) -> Records:
         """What of an earlier run is still as its journal says."""
@@ -285,14 +330,18 @@ class _Run:
             fsync=self.budget.fsync,
         )
 
+        order = reading_order(self.plan)
+        first = FirstMismatch(order)
+
         def work_for(space: Workspace) -> Callable[[Task], int]:
-            return Builder(output, self._filler(space), space).do
+            return first.guard(Builder(output, self._filler(space), space).do)
 
         total = sum(slot.nbytes for file in self.plan.files for slot in file.slots)
-        done = sum(self.plan.files[f].slots[s].nbytes for f, s in records.slots)
+        done = self._nbytes(records)
         try:
-            queue = FileQueue(reading_order(self.plan), output.begin)
+            queue = FileQueue(order, first.begin(output.begin))
             self.crew.run(queue.take, work_for, total=total - done, what="convert")
+            first.tell()
         finally:
             output.abandon()
 
@@ -326,14 +375,17 @@ class _Run:
         if found is None or refused or not found.records.slots:
             self.staging.remove()
 
-    def _report(self, records: Records, kept: int) -> Report:
+    def _report(
+        self, tensors: int, kept: int, kept_nbytes: int, findings: tuple[ReplicaFinding, ...]
+    ) -> Report:
         return Report(
-            str(self.staging.destination),
-            len(self.plan.files) + 1,
-            len(records.slots),
-            kept,
-            sum(file.size for file in self.plan.files),
-            _findings(records),
+            destination=str(self.staging.destination),
+            files=len(self.plan.files) + 1,
+            tensors=tensors,
+            kept=kept,
+            nbytes=sum(file.size for file in self.plan.files),
+            kept_nbytes=kept_nbytes,
+            replicas=findings,
         )
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArchiveError, MissingFileError
 from reshard.execution.digests import DIGEST_NAME
+from reshard.execution.replicas import ReplicaFinding
 
 if TYPE_CHECKING:
     from reshard.execution.journal import Records
-    from reshard.execution.replicas import ReplicaFinding
     from reshard.planning.plan import Plan
 
 MANIFEST_NAME = "reshard_manifest.json"
@@ -56,10 +56,23 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says about the bytes of an output."""
+    """What a manifest says about an output.
+
+    Parameters
+    ----------
+    files, parts
+        Its bytes.
+    plan, sources
+        The digest of the plan, and `(name, bytes, digest)` of the files it was made from.
+    findings
+        Replicas that differ and were let through.
+    """
 
     files: tuple[ManifestFile, ...]
     parts: tuple[ManifestPart, ...]
+    plan: str
+    sources: tuple[tuple[str, int, str], ...]
+    findings: tuple[ReplicaFinding, ...]
 
 
 def manifest_text(
@@ -90,6 +103,7 @@ def manifest_text(
         "version": MANIFEST_VERSION,
         "reshard": version,
         "output": plan.format,
+        "plan": plan.digest(),
         "digest": DIGEST_NAME,
         "source": {
             "format": plan.origin.format,
@@ -196,11 +210,24 @@ def read_manifest(folder: Path) -> Manifest:
                 for name, nbytes, rest, slots in content["files"]
             ),
             tuple(_part(entry) for entry in content["tensors"]),
+            str(content["plan"]),
+            tuple((str(name), int(size), str(digest)) for name, size, digest in content["sources"]),
+            tuple(_read_finding(entry) for entry in content["replicas"]["differ"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ArchiveError):
             raise
         raise ArchiveError("the manifest is malformed", file=path, found=error) from error
+
+
+def _read_finding(entry: Mapping[str, object]) -> ReplicaFinding:
+    name, state, largest = (str(entry[word]) for word in ("name", "state", "largest"))
+    count, first, files = entry["count"], entry["first"], entry["files"]
+    if not (isinstance(count, int) and isinstance(first, int) and isinstance(files, list)):
+        raise TypeError(f"the copies of {name} that differ are malformed")
+    return ReplicaFinding(
+        (name, state), count, first, float(largest), (), tuple(str(file) for file in files)
+    )
 
 
 def _part(entry: Mapping[str, object]) -> ManifestPart:

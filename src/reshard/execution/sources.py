@@ -2,9 +2,9 @@
 
 Theory. A plan was made from files of certain sizes; bytes read later are only worth something when
 the files are still the same. So a file is checked when it is opened (size), while it is read (a
-read that ends early names the file) and at the end (size and time of last change are those of the
-start). Reads are positional, so any number of threads share one handle; where a checkpoint has more
-files than the process may hold open, the surplus is opened anew for each read.
+read that ends early names the file) and at the end (it is the same file, with the size and time of
+last change of the start). Reads are positional, so any number of threads share one handle; where a
+checkpoint has more files than the process may hold open, the surplus is opened anew for each read.
 
 The *fingerprint* of a file is its size and a digest of its first and last 64 KiB. For a torch
 archive the end is the zip directory, which holds a CRC-32 of every record, so it depends on all the
@@ -66,7 +66,9 @@ class SourceFiles:
         self._allowed = _handles_allowed(len(self._sources))
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
-        self.stamps = tuple(self._stat(index) for index in range(len(self._sources)))
+        found = [self._stat(index) for index in range(len(self._sources))]
+        self.stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in found)
+        self._inodes = [(stat.st_dev, stat.st_ino) for stat in found]
         for source, (size, _) in zip(self._sources, self.stamps, strict=True):
             if size != source.nbytes:
                 raise CheckpointError(
@@ -121,11 +123,14 @@ class SourceFiles:
         ]
 
     def check_unchanged(self) -> None:
-        """Refuse when a file has another size or time of last change than at the start."""
+        """Refuse when a file is another one, or was changed, since the start."""
         for index, source in enumerate(self._sources):
-            if self._stat(index) != self.stamps[index]:
+            stat = self._stat(index)
+            replaced = (stat.st_dev, stat.st_ino) != self._inodes[index]
+            if replaced or (stat.st_size, stat.st_mtime_ns) != self.stamps[index]:
                 raise CheckpointError(
-                    "a source file was written to while it was read",
+                    f"a source file was {'replaced' if replaced else 'written to'} while it was "
+                    "read",
                     file=source.path,
                     next_step="wait until the job that writes it has ended, then start again",
                 )
@@ -142,15 +147,14 @@ class SourceFiles:
                 self._handles[source] = handle
             return handle
 
-    def _stat(self, index: int) -> tuple[int, int]:
+    def _stat(self, index: int) -> os.stat_result:
         path = self._sources[index].path
         try:
-            found = Path(path).stat()
+            return Path(path).stat()
         except FileNotFoundError as error:
             raise MissingFileError("a source file is gone", file=path) from error
         except OSError as error:
             raise self._unreadable(index, error) from error
-        return found.st_size, found.st_mtime_ns
 
     def _edges(self, index: int) -> str:
         nbytes = self._sources[index].nbytes

@@ -22,6 +22,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -34,7 +35,6 @@ from typing import TYPE_CHECKING
 from reshard.errors import OutputError
 from reshard.execution.durable import sync_folder
 from reshard.execution.journal import JournalContent, read_journal
-from reshard.execution.output import output_error
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,7 +80,7 @@ class Staging:
         except OutputError:
             raise
         except OSError as error:
-            raise output_error(error, destination) from error
+            raise _no_place(error, destination) from error
 
     def __enter__(self) -> Staging:
         return self
@@ -148,10 +148,11 @@ class Staging:
                 entry.unlink()
 
     def remove(self) -> None:
-        """Remove the folder; the lock file goes last."""
+        """Remove the folder; the lock file goes last, and then the folder is another run's."""
         self.discard()
         (self.folder / "lock").unlink()
-        self.folder.rmdir()
+        with contextlib.suppress(OSError):  # where that other run has made its lock already
+            self.folder.rmdir()
 
     def publish(
         self, pointer: tuple[str, str] | None, *, overwrite: bool, stage: Callable[[str], None]
@@ -208,6 +209,20 @@ class Staging:
                 os.fsync(file.fileno())
         fresh.rename(self.destination.parent / name)
         self._sync(self.destination.parent)
+
+
+def _no_place(error: OSError, destination: Path) -> OutputError:
+    """What to tell when not even the staging folder can be made."""
+    above = next((path for path in destination.parents if path.exists()), destination)
+    beneath_a_file = not above.is_dir()
+    return OutputError(
+        "the output would lie beneath something that is not a folder"
+        if beneath_a_file
+        else "the output cannot be written",
+        file=destination,
+        found=above if beneath_a_file else error.strerror or str(error),
+        next_step="choose another folder",
+    )
 
 
 def exists_error(destination: Path) -> OutputError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, Role
 from reshard.formats.dtypes import DTYPES, DType
 
 MODULE_EXTRA = "module"
@@ -41,6 +41,14 @@ def configured_dtype(config: object) -> DType | None:
 
 
 def model_dtype(checkpoint: Checkpoint) -> DType | None:
-    """The element type that the configuration of the run chooses; None when it is not known."""
+    """The element type of the whole model: as configured, else the one that all weights have.
+
+    None when neither is known, or weights have several.
+    """
     extra = checkpoint.extras.get("ds_config")
-    return configured_dtype(extra.value if extra is not None else None)
+    configured = configured_dtype(extra.value if extra is not None else None)
+    if configured is not None:
+        return configured
+    trained = {t.name for t in checkpoint.tensors.values() if t.role is Role.PARAMETER}
+    stated = {dtype for name, dtype in stated_dtypes(checkpoint).items() if name in trained}
+    return stated.pop() if len(stated) == 1 else None

@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp.options import DcpOptions
 from reshard.formats.dcp.reader import DcpReading, is_dcp, open_dcp
+from reshard.formats.dcp.survey import survey_dcp
 from reshard.formats.dcp.writer import lay_out_dcp
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.deepspeed.reader import open_deepspeed
@@ -224,7 +225,9 @@ FORMATS: Mapping[str, Format] = {
                 takes_names=True,
             ),
         ),
-        Format("dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions())),
+        Format(
+            "dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions()), survey_dcp
+        ),
     )
 }
 """Every format, in the order in which they are tried."""

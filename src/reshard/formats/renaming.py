@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class Renaming:
         UsageError
             A rule or an entry meets no name, or two names become one.
         """
-        known = list(dict.fromkeys(old))
+        known = dict.fromkeys(old)
         self._require_entries(known)
         renamed = {name: self.table.get(name, name) for name in known}
         for rule in self.rules:
@@ -96,7 +96,7 @@ class Renaming:
             )
         return made
 
-    def _require_entries(self, known: Sequence[str]) -> None:
+    def _require_entries(self, known: Container[str]) -> None:
         for name in self.table:
             if name not in known:
                 raise UsageError(

@@ -44,18 +44,18 @@ def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
         )
 
 
-def check_written_once(target: ParamAffineMap) -> None:
-    """Refuse a target map that writes an element of a shard twice; no plan could be proved.
+def check_written_once(one: ParamAffineMap, side: str) -> None:
+    """Refuse a map that writes an element of a shard twice; no plan could be proved from it.
 
     Raises
     ------
     CompositionError
         When it does; :meth:`ParamAffineMap.validate` says where.
     """
-    table = target.table
+    table = one.table
     if not names_once(table.link.turned().normalised(), table.rank):
         raise CompositionError(
-            "the target map writes an element of a shard twice", next_step="validate the target map"
+            f"the {side} map writes an element of a shard twice", next_step=f"validate the {side}"
         )
 
 

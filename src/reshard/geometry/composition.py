@@ -36,6 +36,7 @@ from reshard.geometry.assembling import (
     segments_of,
 )
 from reshard.geometry.balancing import compose_balanced
+from reshard.geometry.map_value import MANY_PIECES
 from reshard.geometry.matching import Matches, matched
 from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints
@@ -44,6 +45,9 @@ from reshard.geometry.plan import SegmentTable, TransferPlan
 from reshard.geometry.refinement import Arrangement
 from reshard.geometry.replicas import Choose, balanced, lowest_rank
 from reshard.geometry.tables import concatenated
+
+WORTH = 8
+"""Maps are folded before they are composed when that makes them so many times smaller."""
 
 
 def compose(
@@ -70,7 +74,7 @@ def compose(
     ------
     CompositionError
         When the logical tensors differ in size, the policy answers with a rank that does not
-        hold the element, the target map writes an element twice, or (unless ``partial``) a target
+        hold the element, a map writes an element of a shard twice, or (unless ``partial``) a target
         element has no source.
 
     Examples
@@ -110,8 +114,18 @@ def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> 
     check_sizes(target, source)
     if choose is balanced:
         return compose_balanced(target, source)
-    check_written_once(target)
-    return filled(target, source, _chosen(target, layers_of(source)[0], choose))
+    for side, one in (("target", target), ("source", source)):
+        check_written_once(one, side)
+    chosen = _chosen(_folded(target), layers_of(_folded(source))[0], choose)
+    return filled(target, source, chosen)
+
+
+def _folded(one: ParamAffineMap) -> ParamAffineMap:
+    """Return a map of many pieces in canonical form where that has far fewer."""
+    if len(one.table) <= MANY_PIECES:
+        return one
+    folded = one.canonical()
+    return folded if len(folded.table) * WORTH <= len(one.table) else one
 
 
 def _chosen(target: ParamAffineMap, source: PieceTable, choose: Choose) -> SegmentTable:

@@ -19,7 +19,7 @@ folding is what lets a stack of blocks that alternate between holders fold at al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,14 @@ from reshard.geometry.chains import (
 )
 from reshard.geometry.continuing import continued, in_order, runs_joined
 from reshard.geometry.links import Link
-from reshard.geometry.ordering import Ints, expanded, order_by
+from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, starts_of
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
 FEW_RUNS = 256
 """Groups of at most so many runs are folded from their runs."""
 _EXPANDED = 4 * FEW_RUNS
+BATCH = 1 << 17
+"""Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
 
 
 def fold(links: Sequence[Link]) -> list[Link]:
@@ -70,7 +72,25 @@ def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     tuple
         The folded links and their groups, sorted by group and near offset.
     """
-    table, group = in_order(table.normalised(), group)
+    if len(table) <= BATCH:
+        return _fold_at_once(table.normalised(), group)
+    done = [_fold_at_once(table.take(rows).normalised(), group[rows]) for rows in _batches(group)]
+    return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
+
+
+def _batches(group: Ints) -> Iterator[Ints]:
+    """Yield the rows of whole groups, in order of groups, about :data:`BATCH` at a time."""
+    order, label = classes_of([group])
+    stops = np.append(starts_of(label)[1:], len(label))
+    first = 0
+    while first < len(label):
+        last = min(int(np.searchsorted(stops, first + BATCH)), len(stops) - 1)
+        yield order[first : stops[last]]
+        first = int(stops[last])
+
+
+def _fold_at_once(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+    table, group = in_order(table, group)
     settled = _settled(table, group)
     open_rows = np.flatnonzero(~settled)
     if not len(open_rows):

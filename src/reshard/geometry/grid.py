@@ -148,6 +148,11 @@ class Grid:
 
     def regular_boxes(self, table: LinkTable) -> tuple[BoxTable, Ints]:
         """Return the boxes of the regular rows, and the other rows; for a single space."""
+        if (
+            table.dims == self.digits == 1
+            and not ((table.extent > 1) & (table.near_stride != 1)).any()
+        ):
+            return _bare_boxes(table), np.empty(0, np.int64)
         regular = ~self._homeless(table, _spaces(table, None)).any(axis=1)
         rows = np.flatnonzero(regular)
         placed = self._placed(table.take(rows), rows, np.zeros_like(rows))
@@ -234,6 +239,12 @@ class Grid:
             again, part = _repeated(part, digit, repeat[kept])
             parts.append((part, at[kept][again]))
         return concatenated([part for part, _ in parts]), np.concatenate([of for _, of in parts])
+
+
+def _bare_boxes(table: LinkTable) -> BoxTable:
+    """Return runs, which are boxes of one digit as they stand."""
+    lo = table.near[:, None]
+    return BoxTable(lo, lo + table.extent, table.far, table.far_stride, np.arange(len(table)))
 
 
 def _spaces(table: LinkTable, spaces: Ints | None) -> Ints:

@@ -51,12 +51,12 @@ def span(shape: Iterable[int], strides: Iterable[int]) -> int:
 
 
 def as_index(value: object, name: str) -> int:
-    """Return ``value`` as a non-negative Python integer.
+    """Return ``value`` as a non-negative Python integer; integers of NumPy are taken as such.
 
     Raises
     ------
     InvalidMapError
-        When it is not an integer, is negative, or exceeds :data:`MAX_OFFSET`.
+        When it is no integer (a truth value is none), is negative, or over :data:`MAX_OFFSET`.
 
     >>> as_index(7, "offset")
     7
@@ -64,7 +64,7 @@ def as_index(value: object, name: str) -> int:
     if type(value) is int and 0 <= value <= MAX_OFFSET:
         return value
     try:
-        index = operator.index(value)  # type: ignore[arg-type]
+        index = operator.index(_no_truth_value(value))  # type: ignore[arg-type]
     except TypeError:
         raise InvalidMapError(
             f"{name} is not an integer", broken="form", expected="an integer", found=repr(value)
@@ -74,6 +74,12 @@ def as_index(value: object, name: str) -> int:
             f"{name} is out of range", broken="form", expected="0 … 2^62", found=index
         )
     return index
+
+
+def _no_truth_value(value: object) -> object:
+    if isinstance(value, bool):
+        raise TypeError("a truth value")
+    return value
 
 
 def as_indices(values: object, name: str) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def _as_locations(locations: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_scale(scale: object) -> float:
-    if isinstance(scale, (str, bytes)):
+    if isinstance(scale, (str, bytes, bool)):
         raise InvalidMapError("scale is not a number", broken="form", found=repr(scale))
     try:
         factor = float(scale)  # type: ignore[arg-type]

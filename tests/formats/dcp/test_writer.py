@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import reshard
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.dcp.options import TREES, DcpOptions
 from reshard.formats.dtypes import DTYPES
 from tests.formats.dcp.folders import Net, load, opened, save, state_dicts, trained
@@ -177,20 +177,25 @@ class TestFromDeepSpeed:
 def test_settings_that_torch_has_and_the_source_has_not_are_supplied_and_said(
     tmp_path: Path,
 ) -> None:
-    """DeepSpeed's own Adam states lr, betas, eps and weight_decay only."""
+    """As DeepSpeed's own Adam does not, and as torch before 2.7 does not."""
     model, nested = state_dicts(*trained())
     full = nested["param_groups"][0]
     for group in nested["param_groups"]:
         for key in set(group) - {"params", "lr", "betas", "eps", "weight_decay"}:
             del group[key]
     source = save({"model": model, "optim": nested}, tmp_path / "ckpt")
-    report = reshard.convert(source, tmp_path / "out", to="dcp")
-    assert report.notes == (
-        (
-            "torch's AdamW has settings that the source does not state: amsgrad, capturable, "
-            "decoupled_weight_decay, differentiable, foreach, fused, maximize are written with "
-            "their defaults"
-        ),
+    with pytest.raises(UnsupportedError) as caught:
+        reshard.convert(source, tmp_path / "out", to="dcp")
+    assert str(caught.value) == (
+        "the source does not say whether its optimizer is Adam or AdamW, and it decays weights: "
+        f"{source}; next: say it with --adam adamw or --adam adam"
+    )
+    options = DcpOptions(adam="adamw")
+    report = reshard.convert(source, tmp_path / "out", to="dcp", options=options)
+    (note,) = report.notes
+    assert note == (
+        "settings of torch's AdamW that the source does not state, written with its defaults: "
+        "amsgrad, capturable, decoupled_weight_decay, differentiable, foreach, fused, maximize"
     )
     template = copy.deepcopy(torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"])
     loaded = load({"optim": {"param_groups": template}}, tmp_path / "out")
@@ -198,6 +203,18 @@ def test_settings_that_torch_has_and_the_source_has_not_are_supplied_and_said(
     assert loaded["optim"]["param_groups"][0] == {**defaults, **full}
     assert reshard.verify(source, tmp_path / "out").equal
     assert opened(tmp_path / "out").extras["param_groups"] == opened(source).extras["param_groups"]
+
+
+@pytest.mark.parametrize(("adam", "decoupled"), [("adamw", True), ("adam", False)])
+def test_the_user_says_which_adam_it_is(tmp_path: Path, adam: str, decoupled: bool) -> None:
+    model, nested = state_dicts(*trained())
+    for group in nested["param_groups"]:
+        del group["decoupled_weight_decay"]
+    source = save({"model": model, "optim": nested}, tmp_path / "ckpt")
+    reshard.convert(source, tmp_path / "out", to="dcp", options=DcpOptions(adam=adam))
+    template = {"optim": {"param_groups": [{"decoupled_weight_decay": None}]}}
+    loaded = load(template, tmp_path / "out")
+    assert loaded["optim"]["param_groups"][0]["decoupled_weight_decay"] is decoupled
 
 
 def test_states_without_their_groups_are_refused(tmp_path: Path) -> None:

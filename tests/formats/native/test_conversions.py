@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.formats.checkpoint import COMPARED_EXTRAS
+from reshard.formats.checkpoint import COMPARED_EXTRAS, Extra
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.registry import open_checkpoint
 from reshard.formats.stated_layouts import read_stated_layouts
@@ -96,6 +96,10 @@ OUTPUTS: dict[str, list[dict[str, Any]]] = {
     "0.19.8/mixtral_ep2_z1_fp32": [
         {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1), (3, 2))
     ],
+    "0.19.8/mixtral_ep2tp2_z1_fp32": [
+        {"stage": stage, "dp": dp, "tp": tp, "ep": ep}
+        for stage, dp, tp, ep in ((1, 2, 2, 4), (2, 1, 2, 2), (3, 2, 2, 2), (3, 4, 1, 4))
+    ],
     "0.19.8/native_moe_ep2_z1_fp32": [
         {"stage": stage, "dp": 4, "ep": ep} for stage, ep in ((1, 4), (2, 1))
     ],
@@ -113,6 +117,21 @@ def test_any_two_outputs_are_equal(name: str, tmp_path: Path) -> None:
     for left, right in itertools.combinations(outputs, 2):
         found = reshard.verify(left, right)
         assert (found.differences, found.values, found.equal) == ((), (), True), (left, right)
+
+
+def test_the_element_type_is_in_the_files_where_the_configuration_is_not(tmp_path: Path) -> None:
+    """`ds_config` may be the path that the user gave."""
+    case = case_named("golden/odd_z2_dp2_bf16")
+    source = open_checkpoint(case.path)
+    unknown = replace(source, extras={**source.extras, "ds_config": Extra("ds.json")})
+    write(unknown, tmp_path, stage=1, dp=3)
+    mine, theirs = (
+        content(folder / "mp_rank_00_model_states.pt")["module"]
+        for folder in (tmp_path / "step3", case.tag_path)
+    )
+    dtypes = [[(name, dtype) for name, (dtype, *_) in file.items()] for file in (mine, theirs)]
+    assert dtypes[0] == dtypes[1]
+    assert ("embed.weight", "bfloat16") in dtypes[0]
 
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:

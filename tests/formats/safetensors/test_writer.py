@@ -91,6 +91,15 @@ def test_by_default_weights_have_the_type_that_was_trained(name: str, tmp_path: 
             assert same(found[buffer], tensor), buffer
 
 
+def test_experts_in_files_of_their_own_have_the_type_of_the_model(tmp_path: Path) -> None:
+    """The state dict does not list them, and old versions do not store the configuration."""
+    case = case_named("0.12.6/native_moe_ep2_z2_bf16")
+    export(case, tmp_path / "out")
+    found = loaded(tmp_path / "out")
+    assert any("experts" in name for name in found)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
 def test_what_is_served_is_what_the_module_held(tmp_path: Path) -> None:
     """The state dict that DeepSpeed saved beside its masters, read by torch."""
     case = case_named(BF16)

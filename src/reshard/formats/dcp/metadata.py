@@ -9,7 +9,7 @@ What torch allows and a reader cannot know how to undo is refused: chunks that w
 *transform* (compression, encryption by an extension), and tensors that are not strided.
 
 Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (``_StorageInfo``,
-``FileSystemWriter.finish``), torch 2.3 to 2.13. Until torch 2.2 ``TensorProperties`` lay in
+``FileSystemWriter.finish``), torch 2.4 and 2.13. Older versions had ``TensorProperties`` in
 ``torch/distributed/_shard/sharded_tensor/metadata.py``.
 """
 

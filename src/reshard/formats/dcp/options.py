@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from reshard.errors import UsageError
 from reshard.formats.dtypes import DType
 
-DEFAULT_SHARD_BYTES = 4 << 30
-"""Largest data file unless told otherwise."""
+DEFAULT_SHARD_BYTES = 1 << 30
+"""Largest data file unless told otherwise. A file system takes one writer a file, so that several
+files are written faster than one."""
 
 LARGEST_CHUNK_BYTES = 64 << 20
 """Largest chunk. A rank that needs a part of a chunk reads all of it (``FileSystemReader``), so a
@@ -24,6 +25,10 @@ chunk of a whole embedding would be read by every rank."""
 
 ARCHIVE_BYTES = 2048
 """What an archive takes beside the elements of its chunk, at most."""
+
+
+ADAMS = ("adamw", "adam")
+"""With weight decay apart from the gradients, and as a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,9 @@ class DcpOptions:
     dtype
         Element type of the weights of parameters; None keeps the source's, which for a trained
         parameter is that of its master weights.
+    adam
+        Which of torch's two Adams, ``"adamw"`` or ``"adam"``, the optimizer is, where the source
+        does not say it.
 
     Raises
     ------
@@ -73,6 +81,7 @@ class DcpOptions:
     tree: Tree = field(default_factory=Tree)
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     dtype: DType | None = None
+    adam: str | None = None
 
     @property
     def chunk_bytes(self) -> int:
@@ -82,5 +91,7 @@ class DcpOptions:
     def __post_init__(self) -> None:
         if self.max_shard_bytes < 1:
             raise UsageError("a data file needs a size", found=self.max_shard_bytes)
+        if self.adam not in (None, *ADAMS):
+            raise UsageError("no Adam of torch", expected=" or ".join(ADAMS), found=self.adam)
         if self.dtype is not None and not self.dtype.is_floating:
             raise UsageError("weights are floating point", found=self.dtype)

@@ -6,8 +6,10 @@ lacks is an error, one that only the checkpoint has is passed over. So groups ge
 what the source did not state is AdamW's default, said in a note and remembered under the key
 ``reshard``, so that reading the folder gives the groups that were there.
 
-``decoupled_weight_decay`` decides between Adam and AdamW. DeepSpeed's own Adam is AdamW unless
-``adam_w_mode`` is false in its configuration; torch's state it.
+``decoupled_weight_decay`` decides between Adam and AdamW, and a loader takes it over. torch states
+it in 2.13, and did not in 2.4. DeepSpeed's ``AdamW`` is AdamW, and so is its ``Adam`` unless
+``adam_w_mode`` is false in the configuration (``engine.py``, ``_configure_basic_optimizer``). Where
+nothing says it and some group decays, the user does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Extra, Role, Scalar
 from reshard.formats.dcp.carried import CARRIED_EXTRAS, Carried
 from reshard.formats.dtypes import DTYPES
@@ -56,8 +58,15 @@ class Settings:
     notes: tuple[str, ...] = ()
 
 
-def settings_of(checkpoint: Checkpoint) -> Settings:
+def settings_of(checkpoint: Checkpoint, adam: str | None = None) -> Settings:
     """The groups of a checkpoint; none where it does not keep them.
+
+    Parameters
+    ----------
+    checkpoint
+        The source.
+    adam
+        Which Adam it was trained with, ``"adam"`` or ``"adamw"``, where the user says it.
 
     Raises
     ------
@@ -77,7 +86,7 @@ def settings_of(checkpoint: Checkpoint) -> Settings:
             next_step="write the weights alone with --states fp32",
         )
     held = {name for name, _ in checkpoint.tensors}
-    decoupled = _is_decoupled(checkpoint)
+    decoupled = _is_decoupled(checkpoint, list(map(_mapping, stored)), adam)
     groups = tuple(
         _group([name for name in owned if name in held], settings, decoupled=decoupled)
         for owned, settings in zip(map(_texts, names), map(_mapping, stored), strict=True)
@@ -88,25 +97,47 @@ def settings_of(checkpoint: Checkpoint) -> Settings:
 def _group(names: list[str], kept: Mapping[str, object], *, decoupled: bool) -> WrittenGroup:
     settings = {key: value for key, value in kept.items() if key != "params"}
     added: dict[str, object] = {}
-    if "betas" in settings and "eps" in settings:
+    if _is_adam(settings):
         defaults = {**_ADAM, "decoupled_weight_decay": decoupled}
         added = {key: value for key, value in defaults.items() if key not in settings}
     return WrittenGroup(tuple(names), {**settings, **added}, frozenset(added))
 
 
-def _is_decoupled(checkpoint: Checkpoint) -> bool:
+def _is_decoupled(
+    checkpoint: Checkpoint, groups: Sequence[Mapping[str, object]], adam: str | None
+) -> bool:
     """Whether an Adam that does not say so decays weights apart from gradients."""
-    config = _mapping(_value(checkpoint, "ds_config"))
-    parameters = _mapping(_mapping(config.get("optimizer")).get("params"))
-    return parameters.get("adam_w_mode") is not False
+    if adam is not None:
+        return adam == "adamw"
+    optimizer = _mapping(_mapping(_value(checkpoint, "ds_config")).get("optimizer"))
+    kind = str(optimizer.get("type", "")).lower()
+    if kind in ("adam", "adamw"):
+        mode = _mapping(optimizer.get("params")).get("adam_w_mode")
+        return kind == "adamw" or mode is not False
+    unclear = any(
+        group.get("weight_decay", 0) != 0 and "decoupled_weight_decay" not in group
+        for group in groups
+        if _is_adam(group)
+    )
+    if unclear:
+        raise UnsupportedError(
+            "the source does not say whether its optimizer is Adam or AdamW, and it decays weights",
+            file=checkpoint.path,
+            next_step="say it with --adam adamw or --adam adam",
+        )
+    return True
+
+
+def _is_adam(group: Mapping[str, object]) -> bool:
+    return "betas" in group and "eps" in group
 
 
 def _notes(groups: Sequence[WrittenGroup]) -> Iterator[str]:
     supplied = sorted(frozenset().union(*(group.supplied for group in groups)))
     if supplied:
         yield (
-            f"torch's AdamW has settings that the source does not state: {', '.join(supplied)} "
-            "are written with their defaults"
+            "settings of torch's AdamW that the source does not state, written with its defaults: "
+            f"{', '.join(supplied)}"
         )
 
 

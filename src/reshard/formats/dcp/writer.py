@@ -48,7 +48,7 @@ def lay_out_dcp(checkpoint: Checkpoint, *, options: DcpOptions) -> Target:
     CheckpointError
         Two entries would have one name, or a state has no place.
     """
-    settings = settings_of(checkpoint)
+    settings = settings_of(checkpoint, options.adam)
     out = _Output(checkpoint, options, settings)
     out.add_all()
     index = metadata_pickle(out.tensors, out.paths, out.places)

@@ -14,6 +14,7 @@ counts, world sizes) and is dropped: the target has its own. The rest goes into 
 `ds_config`               the configuration of the run
 `universal_checkpoint_info`  the layout metadata of the source topology
 `model_files`             the pass-through part of each model-parallel rank's file, for writers
+`module`                  element type of every tensor of the state dict, in its order
 ========================= ==========================================================================
 """
 
@@ -51,6 +52,11 @@ def collect_extras(
     extras["model_files"] = Extra(
         [passed_through(text_keyed(column.archive.root)) for column in columns]
     )
+    dtypes = {
+        name: record.dtype for column in columns for name, record in (column.module or {}).items()
+    }
+    if dtypes:
+        extras["module"] = Extra(dtypes, first.file)
     groups = group_names(ranks, found)
     if groups:
         extras["groups"] = Extra(groups, first.file)

@@ -411,20 +411,26 @@ class _Reading:
             versions={"deepspeed": version} if version else {},
             files=self.inventory.source_files(),
             problems=tuple(dict.fromkeys((*self.found.problems, *self._notes()))),
-            copies=tuple(self._copies()),
+            copies=tuple(self._copies(aliases)),
         )
 
-    def _copies(self) -> Iterator[RoundedCopy]:
-        """The model's own weights beside the masters (ZeRO-3 has placeholders, experts files)."""
+    def _copies(self, aliases: Mapping[str, str]) -> Iterator[RoundedCopy]:
+        """The model's own weights beside the masters (ZeRO-3 has placeholders, experts files).
+
+        A tied parameter has several, under the names that are tied, and all must be its master's.
+        """
         if self.stage == 3:
             return
         for column in self.columns:
-            weights = {name: (column.file, r) for name, r in (column.module or {}).items()}
-            for name, shards in self.found.shards.items():
-                if column.mp not in shards or name not in weights or name in self.experts.fused:
+            for weight, record in (column.module or {}).items():
+                name = aliases.get(weight, weight)
+                shard = self.found.shards.get(name, {}).get(column.mp)
+                if shard is None or name in self.experts.fused:
                     continue
-                for fragment in shards[column.mp].fragments:
-                    copy = copy_of(name, fragment, *weights[name])
+                if weight != name and record.shape != shard.shape:
+                    continue
+                for fragment in shard.fragments:
+                    copy = copy_of(name, fragment, column.file, record)
                     if copy is not None:
                         yield copy
 

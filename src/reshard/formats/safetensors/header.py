@@ -241,11 +241,11 @@ def _parsed(text: bytes, path: str) -> dict[str, object]:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
-        raise ValueError(f"{twice!r} is there twice")
+    entries: dict[str, object] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name!r} is there twice")
+        entries[name] = value
     return entries
 
 

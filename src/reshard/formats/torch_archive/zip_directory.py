@@ -33,6 +33,8 @@ _FULL32 = 0xFFFFFFFF
 _ENCRYPTED = 0x0001
 _ZIP64_EXTRA = 0x0001
 _TAIL = 1 << 16
+_WINDOW_TAIL = _TAIL + _END.size
+"""All of the end of an archive in which its end record is looked for."""
 _CUT_SHORT = "the file is cut short or damaged; copy it again from where it was written"
 
 
@@ -169,6 +171,8 @@ class ByteWindow(FileBytes):
         self.size = self._tail_start = size
         self.file_size = source.file_size
         self._tail = b""
+        self._tail = self.read(max(0, size - _WINDOW_TAIL), min(size, _WINDOW_TAIL))
+        self._tail_start -= len(self._tail)
 
     def close(self) -> None:
         """Do nothing: the file is the source's."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from reshard.formats.deepspeed.names import expert_file_name
 from reshard.formats.deepspeed.native_moe import split_name
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
-from reshard.formats.deepspeed.writing.expert_grid import ExpertBlock
+from reshard.formats.deepspeed.writing.expert_grid import ExpertBlock, ExpertGrid
+from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
 from reshard.formats.deepspeed.writing.model_files import Column
 from reshard.formats.target import OutputFile
 from reshard.layouts.builders import contiguous_split_map, replicated_map
@@ -24,19 +26,33 @@ def expert_files(column: Column) -> Iterator[OutputFile]:
     """Every expert file of a column; none under ZeRO-3, or without experts."""
     if column.experts is None or column.options.stage == 3:
         return
-    shelf = ArchiveShelf()
-    for block in column.experts.blocks:
+    shelf, grid = ArchiveShelf(), column.experts
+    for block in grid.blocks:
         for expert in range(block.num_experts):
+            writer = _writer(column, grid, expert * grid.ep // block.num_experts)
+            if writer is None:
+                continue
             bulk = Bulk()
-            if column.experts.is_native:
+            if grid.is_native:
                 root = dict(_native(column, block, expert, bulk))
             else:
                 root = {
                     f"{name}.{expert}": _expert(column, name, expert, shape, bulk)
                     for name, shape in block.shapes.items()
                 }
-            name = f"layer_{block.number}_expert_{expert}_mp_rank_{column.mp:02d}_model_states.pt"
-            yield shelf.file(name, root, bulk, None)
+            if grid.tp > 1:
+                root[FOLDING] = writer.of_an_expert()
+            yield shelf.file(expert_file_name(block.number, expert, column.mp), root, bulk, None)
+
+
+def _writer(column: Column, grid: ExpertGrid, ep_rank: int) -> Writer | None:
+    """The rank of a column that writes the experts of an EP rank; None when it has none.
+
+    With several tensor ranks each column writes only the experts that its own ranks have.
+    """
+    holders = (rank for rank in range(grid.dp) if grid.place(rank, column.tp)[0] == ep_rank)
+    first = next(holders, None)
+    return None if first is None else Writer(grid, first, column.tp)
 
 
 def _expert(column: Column, name: str, expert: int, shape: tuple[int, ...], bulk: Bulk) -> object:

@@ -3,9 +3,11 @@
 Theory. AutoEP spreads the experts of a layer over a group of `ep` ranks, in order and evenly, and
 every such shard is cut by ZeRO over the `edp = dp / ep` ranks that hold the same experts. So an
 expert parameter has `ep` shards where a dense one has as many as there are tensor ranks, and a rank
-`D` of the data-parallel group stands in both: it holds partition `edp_rank(D)` of the shard of
-`ep_rank(D)`. By default neighbours are in one expert-parallel group (`ep_rank = D mod ep`); with
-``use_data_before_expert_parallelism`` neighbours hold the same experts.
+`D` of the data-parallel group stands in both: it holds a partition of the shard of its EP rank. By
+default neighbours are in one expert-parallel group (`ep_rank = D mod ep`); with
+``use_data_before_expert_parallelism`` neighbours hold the same experts. With several tensor ranks
+experts are spread over all of them as over one pool (`folded`): `D * tp + T` is then what `D` is
+here.
 
 DeepSpeed's own MoE layers keep a parameter an expert instead (`native_experts`): each is whole on
 one EP rank. They stand in the same grid.
@@ -74,7 +76,7 @@ class ExpertGrid:
     ----------
     blocks
         The layers, in the order of the model.
-    dp, ep
+    dp, ep, tp
         Degrees.
     data_first
         Whether neighbours hold the same experts.
@@ -85,25 +87,26 @@ class ExpertGrid:
     blocks: tuple[ExpertBlock, ...]
     dp: int
     ep: int
+    tp: int = 1
     data_first: bool = False
     is_native: bool = False
 
     @property
     def edp(self) -> int:
         """How many ranks hold the same experts."""
-        return self.dp // self.ep
+        return self.dp * self.tp // self.ep
 
-    def ep_rank(self, dp_rank: int) -> int:
-        """Place of a data-parallel rank in its expert-parallel group."""
-        return dp_rank // self.edp if self.data_first else dp_rank % self.ep
-
-    def edp_rank(self, dp_rank: int) -> int:
-        """Place of a data-parallel rank among those that hold the same experts."""
-        return dp_rank % self.edp if self.data_first else dp_rank // self.ep
+    def place(self, dp_rank: int, tp_rank: int = 0) -> tuple[int, int]:
+        """Place of a rank in its expert-parallel group, and among those with the same experts."""
+        rank = dp_rank * self.tp + tp_rank
+        if self.data_first:
+            return rank // self.edp, rank % self.edp
+        return rank % self.ep, rank // self.ep
 
     def ranks_of(self, ep_rank: int) -> list[int]:
-        """The data-parallel ranks that hold the experts of an EP rank."""
-        return [rank for rank in range(self.dp) if self.ep_rank(rank) == ep_rank]
+        """The ranks that hold the experts of an EP rank, numbered over all tensor ranks."""
+        ranks = range(self.dp * self.tp)
+        return [r for r in ranks if self.place(*divmod(r, self.tp))[0] == ep_rank]
 
     @property
     def names(self) -> frozenset[str]:
@@ -136,15 +139,17 @@ class ExpertGrid:
         counts = {block.prefix: block.num_experts for block in self.blocks}
         return local_names(self.names, counts, self.ep)
 
-    def metadata(self, stage: int, dp_rank: int) -> list[dict[str, object]]:
+    def metadata(self, stage: int, dp_rank: int, tp_rank: int) -> list[dict[str, object]]:
         """`ds_autoep_layers` of the file that a rank writes."""
-        return [self._entry(block, stage, dp_rank) for block in self.blocks]
+        place = self.place(dp_rank, tp_rank)
+        return [self._entry(block, stage, *place) for block in self.blocks]
 
-    def _entry(self, block: ExpertBlock, stage: int, dp_rank: int) -> dict[str, object]:
+    def _entry(
+        self, block: ExpertBlock, stage: int, rank: int, partition: int
+    ) -> dict[str, object]:
         placement = ExpertPlacement.uniform(block.num_experts, self.ep)
         maps = {name: expert_map(placement, shape) for name, shape in block.shapes.items()}
         local = block.num_experts // self.ep
-        rank = self.ep_rank(dp_rank)
         return {
             "moe_layer_id": block.number,
             "module_path": block.module,
@@ -158,7 +163,7 @@ class ExpertGrid:
             "checkpoint_format_version": 1 if stage == 3 else None,
             "ep_group_name": self.group_name,
             "ep_rank": rank,
-            "expert_data_parallel_rank": self.edp_rank(dp_rank),
+            "expert_data_parallel_rank": partition,
             "expert_data_parallel_world_size": self.edp,
             "global_expert_start": rank * local,
             "global_expert_end": (rank + 1) * local,
@@ -180,11 +185,19 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
         if options.ep > 1:
             raise UsageError("the source has no experts to spread", found=f"--ep {options.ep}")
         return None
-    if options.stage == 0 or options.tp > 1:
+    if options.stage == 0:
         raise UnsupportedError(
-            "experts can be written for ZeRO-1, 2 and 3 with one tensor rank only",
-            found=f"stage {options.stage}, tp {options.tp}",
-            next_step="choose --stage 1 and --tp 1",
+            "experts can be written for ZeRO-1, 2 and 3 only",
+            found="stage 0",
+            next_step="choose --stage 1",
+        )
+    raw = contents.config.raw
+    first = isinstance(raw, Mapping) and raw.get("use_data_before_expert_parallelism") is True
+    if options.tp > 1 and (first or options.ep == 1):
+        raise UnsupportedError(
+            "DeepSpeed trains no such experts with several tensor ranks",
+            expected="--ep above 1, without use_data_before_expert_parallelism",
+            found=f"--tp {options.tp}, --ep {options.ep}",
         )
     is_native = any(map(is_native_expert, names))
     if is_native:
@@ -197,9 +210,7 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
                 expected=f"a divisor of {block.num_experts}, as {block.module} has",
                 found=options.ep,
             )
-    raw = contents.config.raw
-    first = isinstance(raw, Mapping) and raw.get("use_data_before_expert_parallelism") is True
-    return ExpertGrid(blocks, options.dp, options.ep, first, is_native)
+    return ExpertGrid(blocks, options.dp, options.ep, options.tp, first, is_native)
 
 
 def _require_native_target(contents: Contents, options: NativeOptions, names: list[str]) -> None:
@@ -212,6 +223,8 @@ def _require_native_target(contents: Contents, options: NativeOptions, names: li
         found = "experts of AutoEP beside them"
     elif options.stage == 3:
         found = "--stage 3, under which DeepSpeed trains none"
+    elif options.tp > 1:
+        found = f"--tp {options.tp}"
     elif len(degrees) > 1:
         found = f"layers of several expert-parallel degrees: {', '.join(sorted(degrees))}"
     elif untrained:

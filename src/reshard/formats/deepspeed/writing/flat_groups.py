@@ -137,11 +137,12 @@ class Bank:
         """The buffer of the first rank; all have the same shapes."""
         return self.shards[0]
 
-    def held_by(self, dp_rank: int) -> tuple[FlatGroup, int]:
-        """The buffer that a data-parallel rank shares, and which partition of it is its own."""
+    def held_by(self, dp_rank: int, tp_rank: int) -> tuple[FlatGroup, int]:
+        """The buffer that a rank shares, and which partition of it is its own."""
         if self.experts is None:
             return self.shards[0], dp_rank
-        return self.shards[self.experts.ep_rank(dp_rank)], self.experts.edp_rank(dp_rank)
+        ep_rank, partition = self.experts.place(dp_rank, tp_rank)
+        return self.shards[ep_rank], partition
 
 
 # --------------------------------------------------------------------------- first pass: the cut
@@ -185,23 +186,34 @@ def flat_banks(
     tuple of tuple of Bank
         By column, in the order of the buffers.
     """
-    rows = [
-        (column, group.has_experts, row)
-        for column in range(options.tp)
+    # experts are not cut over columns: all share the buffers of the first
+    places = [
+        (column, index)
         for index, group in enumerate(contents.groups)
-        for row in _rows(contents, options, cuts, (column, index), experts)
+        for column in range(1 if group.has_experts else options.tp)
     ]
-    windows = _windows([buffer for _, _, row in rows for buffer in row], cuts)
-    columns: list[list[Bank]] = [[] for _ in range(options.tp)]
+    rows = [
+        (place, row) for place in places for row in _rows(contents, options, cuts, place, experts)
+    ]
+    windows = _windows([buffer for _, row in rows for buffer in row], cuts)
+    banks: dict[tuple[int, int], list[Bank]] = {place: [] for place in places}
     at = 0
-    for column, has_experts, row in rows:
+    for place, row in rows:
         shards = []
         for buffer in row:
             held = [windows[at, rank] for rank in range(len(buffer.lengths))]
             shards.append(_flat_group(contents, options, cuts, buffer, held))
             at += 1
-        columns[column].append(Bank(tuple(shards), experts if has_experts else None))
-    return tuple(tuple(banks) for banks in columns)
+        has_experts = contents.groups[place[1]].has_experts
+        banks[place].append(Bank(tuple(shards), experts if has_experts else None))
+    return tuple(
+        tuple(
+            bank
+            for index, group in enumerate(contents.groups)
+            for bank in banks[0 if group.has_experts else column, index]
+        )
+        for column in range(options.tp)
+    )
 
 
 def _rows(

@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_grid import PATTERNS, ExpertGrid
 from reshard.formats.deepspeed.writing.flat_groups import Bank, compose_fragments
+from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.settings import INFO
 from reshard.formats.torch_archive import NewTensor, Size
@@ -164,15 +165,18 @@ def _of_experts(column: Column, rank: int) -> dict[str, object]:
     counts = [block.num_experts for block in grid.blocks]
     if grid.is_native:
         return {"num_experts": counts, "ds_autoep_layers": None}
-    layers = grid.metadata(column.options.stage, rank)
+    layers = grid.metadata(column.options.stage, rank, column.tp)
     info = column.part.get(INFO)
     kept = {str(k): v for k, v in info.items()} if isinstance(info, Mapping) else {}
     kept.setdefault("universal_checkpoint_version", INFO_VERSION)
-    return {
+    stated: dict[str, object] = {
         "num_experts": counts,
         "ds_autoep_layers": layers,
         INFO: {**kept, "expert_parameter_patterns": list(PATTERNS), "ds_autoep_layers": layers},
     }
+    if grid.tp > 1:
+        stated[FOLDING] = Writer(grid, rank, column.tp).of_the_model(column.module)
+    return stated
 
 
 def _param_shapes(column: Column) -> list[OrderedDict[str, Size]]:

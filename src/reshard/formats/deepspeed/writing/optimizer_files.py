@@ -26,6 +26,7 @@ from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import Bulk, scalar_value
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.flat_groups import Bank, FlatGroup, FlatPartition
+from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.settings import optimizer_settings
 from reshard.formats.torch_archive import (
@@ -44,6 +45,7 @@ def optimizer_tree(
     options: NativeOptions,
     banks: Sequence[Bank],
     rank: int,
+    tp: int,
     head: Mapping[str, object],
     bulk: Bulk,
 ) -> dict[str, object]:
@@ -55,29 +57,33 @@ def optimizer_tree(
         What is written, and for which topology.
     banks
         The flat buffers of the column.
-    rank
-        Data-parallel rank.
+    rank, tp
+        Data- and tensor-parallel rank.
     head
         `ds_config` and `ds_version`.
     bulk
         Receives what goes into the storages.
     """
-    held = [bank.held_by(rank) for bank in banks]
+    held = [bank.held_by(rank, tp) for bank in banks]
     own = [(group, group.partitions[partition]) for group, partition in held]
+    grid = next((bank.experts for bank in banks if bank.experts is not None), None)
     settings = optimizer_settings(contents, options)
     states = {"state": _states(own, bulk), "param_groups": _param_groups(contents, banks)}
     masters = _masters(own, bulk, stripped=options.stage != 3)
     stage = EnumRecord.of(ZERO_STAGE, options.stage)
     if options.stage == 3:
         body = _zero3_body(options.dp, stage, settings, states, masters)
-        if any(bank.experts is not None for bank in banks):
-            body["ds_zero_partition_groups"] = _sharing(banks, rank, options.dp)
+        if grid is not None:
+            body["ds_zero_partition_groups"] = _sharing(banks, options, rank, tp)
     else:
         body = _flat_body(own, stage, settings, states, masters)
         body["ds_version"] = head["ds_version"]
-        names = next((bank.experts.local_names for bank in banks if bank.experts), {})
+        names = grid.local_names if grid is not None else {}
         body["param_slice_mappings"] = [_mapping(part, names) for _, part in own]
-    return {"optimizer_state_dict": body, **head}
+    root: dict[str, object] = {"optimizer_state_dict": body, **head}
+    if grid is not None and grid.tp > 1:
+        root[FOLDING] = Writer(grid, rank, tp).of_the_optimizer(banks, options.stage)
+    return root
 
 
 # --------------------------------------------------------------------------- the two dialects
@@ -126,13 +132,16 @@ def _zero3_body(
     }
 
 
-def _sharing(banks: Sequence[Bank], rank: int, dp: int) -> list[dict[str, object]]:
+def _sharing(
+    banks: Sequence[Bank], options: NativeOptions, rank: int, tp: int
+) -> list[dict[str, object]]:
     """Which ranks share every sub-group, as a model with experts says under ZeRO-3."""
+    alike = [dp * options.tp + tp for dp in range(options.dp)]
     entries: list[dict[str, object]] = []
     for number, bank in enumerate(banks):
-        group, partition = bank.held_by(rank)
+        group, partition = bank.held_by(rank, tp)
         grid = bank.experts
-        ranks = list(range(dp)) if grid is None else grid.ranks_of(grid.ep_rank(rank))
+        ranks = alike if grid is None else grid.ranks_of(grid.place(rank, tp)[0])
         entries.append(
             {
                 "sub_group": number,

@@ -101,10 +101,11 @@ class NativeOptions:
                 expected=f"{self.pp} numbers",
                 found=starts,
             )
-        if self.dp % self.ep:
+        if self.dp * self.tp % self.ep:
             raise UsageError(
-                "the expert-parallel degree must divide the data-parallel degree",
-                expected=f"a divisor of {self.dp}",
+                "the expert-parallel degree must divide the data-parallel degree, times the "
+                "tensor-parallel one",
+                expected=f"a divisor of {self.dp * self.tp}",
                 found=self.ep,
             )
 

@@ -129,7 +129,7 @@ def _optimizer_files(columns: list[Column], shelf: ArchiveShelf) -> Iterator[Out
         head = {key: column.part.get(key) for key in ("ds_config", "ds_version")}
         for rank in range(options.dp):
             bulk = Bulk()
-            root = optimizer_tree(contents, options, column.banks, rank, head, bulk)
+            root = optimizer_tree(contents, options, column.banks, rank, column.tp, head, bulk)
             shared = options.stage == 3 and column.experts is None
             kind = ("optimizer", column.mp) if shared else None
             name = optimizer_file_name(rank, column.mp, prefix)
