@@ -4,6 +4,7 @@
 #   make demo    a new environment, a real checkpoint converted and verified
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make test-crash    killed at hundreds of random moments, resumed, compared
+#   make docs    the documentation, as pages in site/, from a strict build
 #   make bench   the figures, side by side with `cp -r` and DeepSpeed's own converter
 
 PYTHON ?= python3
@@ -23,9 +24,9 @@ SIZE ?= quick
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
-.PHONY: test test-crash test-matrix lint types unit demo bench golden clean help
+.PHONY: test test-crash test-matrix lint types unit docs demo bench golden clean help
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -36,6 +37,10 @@ types: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+# No network: fonts are the system's, and the API pages are read out of the source.
+docs: $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # every cell of the native-resume matrix, not only those that CI runs
 test-matrix: $(VENV)/ready
@@ -55,6 +60,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt --no-build-isolation --editable '.[test]'
 	touch $@
 
+$(VENV)/docs-ready: $(VENV)/ready
+	$(PIP) -c constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $@
+
 demo:
 	@$(PYTHON) scripts/check_python.py
 	@sh scripts/demo.sh $(PYTHON)
@@ -68,7 +77,7 @@ golden: $(VENV)/ready
 	$(BIN)/python -m scripts.make_golden
 
 clean:
-	rm -rf $(VENV) .demo .bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .demo .bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:

@@ -160,7 +160,7 @@ def fragments(count: int) -> Pair:
             inner[r] = _dealt(borders[:-1], sizes, rank, height * cut)
         return nest(outer, inner)
 
-    return one(4, 1), one(8, 20)
+    return one(2, 1), one(4, 20)
 
 
 def _dealt(start: Ints, length: Ints, rank: Ints, total: int) -> ParamAffineMap:

@@ -117,8 +117,8 @@ class InvalidMapError(ReshardError, ValueError):
         Index of the piece in its rank's list, when one piece is at fault.
     offset
         The first offending offset, in elements.
-    where
-        The other keyword arguments of :class:`ReshardError`.
+    parameter, dim, expected, found, next_step
+        As for :class:`ReshardError`.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the places and numbers of the message

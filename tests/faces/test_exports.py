@@ -14,7 +14,6 @@ import torch
 import reshard
 from reshard.cli import main
 from reshard.errors import UsageError
-from reshard.execution.manifest import MANIFEST_NAME
 from tests.truth import case_named
 
 library = pytest.importorskip("safetensors.torch")
@@ -37,6 +36,14 @@ def convert(name: str, out: Path, *options: str) -> int:
 def verify(name: str, out: Path, *options: str) -> int:
     """Compare a case with an export by the command line."""
     return main(["verify", str(case_named(name).path), str(out), *options])
+
+
+def rewritten(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """Put other weights into an export, as somebody would who writes it without reshard."""
+    (folder / "reshard_manifest.json").unlink(missing_ok=True)
+    path = folder / "model.safetensors"
+    library.save_file(weights, path)
+    return path
 
 
 def document(capsys: Capture) -> Any:
@@ -92,7 +99,7 @@ def test_a_weight_that_differs_after_rounding_is_found(export: Path, capsys: Cap
     weights = library.load_file(path)
     flat = weights["up.weight"].view(torch.int16).view(-1)
     flat[5] ^= 1
-    library.save_file(weights, path)
+    rewritten(export, weights)
     assert verify(CASE, export, "--json") == 1
     (difference,) = document(capsys)["differences"]
     assert (difference["name"], difference["what"], difference["count"]) == (
@@ -106,8 +113,7 @@ def test_a_weight_that_is_missing_is_a_difference(export: Path, capsys: Capture)
     path = export / "model.safetensors"
     weights = library.load_file(path)
     del weights["up.weight"]
-    library.save_file(weights, path)
-    (export / MANIFEST_NAME).unlink()  # it names the file as it was
+    rewritten(export, weights)
     assert verify(CASE, export) == 1
     assert re.search(r"up\.weight\s+fp32\s+only in CKPT", capsys.readouterr().out)
     assert verify(CASE, export, "--exclude", "up.weight") == 0
@@ -154,6 +160,16 @@ def test_new_names_are_verified(tmp_path: Path, capsys: Capture) -> None:
 def test_tied_names_are_equal_whether_kept_or_not(tied: str, tmp_path: Path) -> None:
     assert convert(TIED, tmp_path / "hf", "--verify", "--tied-weights", tied) == 0
     assert verify(TIED, tmp_path / "hf") == 0
+
+
+def test_whoever_writes_an_export_chooses_the_tied_name_to_keep(tmp_path: Path) -> None:
+    """The library's ``save_model`` keeps the first name in the alphabet, which is the alias."""
+    assert convert(TIED, tmp_path / "hf", "--tied-weights", "keep") == 0
+    weights = library.load_file(tmp_path / "hf" / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    assert verify(TIED, rewritten(tmp_path / "hf", weights)) == 0
+    weights["lm_head.weight"][0] += 1
+    assert verify(TIED, rewritten(tmp_path / "hf", weights)) == 1
 
 
 def test_one_tensor_and_only_what_is_trained(tmp_path: Path) -> None:

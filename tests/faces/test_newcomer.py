@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from reshard.errors import ReplicaMismatchError, UsageError
 from reshard.formats.checkpoint import Checkpoint
 from tests.faces.test_convert import differing
 from tests.formats.edited import LLAMA, nothing, with_info
-from tests.truth import EXAMPLE, ROOT, case_named
+from tests.truth import EXAMPLE, case_named
 
 Capture = pytest.CaptureFixture[str]
 
@@ -182,21 +181,6 @@ def test_no_difference_that_can_be_computed_is_null(
     said(capsys, "convert", sample.path, tmp_path / "out")
     found = document(capsys, "verify", sample.path, tmp_path / "out")
     assert [state["largest"] for state in found["states"]] == [None, None]
-
-
-def test_the_readme_shows_what_a_conversion_prints(tmp_path: Path, capsys: Capture) -> None:
-    text = (ROOT / "README.md").read_text()
-    shown = re.search(
-        r"\$ reshard convert (examples/\S+) (\S+) --verify\n(.*?)```", text, re.DOTALL
-    )
-    assert shown is not None
-    shutil.copytree(ROOT / shown[1], tmp_path / shown[1])
-    report = said(capsys, "convert", tmp_path / shown[1], tmp_path / shown[2], "--verify")
-    assert _timeless(report.replace(f"{tmp_path}/", "")) == _timeless(shown[3])
-
-
-def _timeless(text: str) -> str:
-    return re.sub(r"time .*", "time T", text).strip()
 
 
 # ------------------------------------------------------------------------------ inspect, map

@@ -134,10 +134,10 @@ def test_a_malformed_piece_is_refused_when_it_is_built(
 
 @pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint64, torch.tensor])
 def test_integers_of_every_library_become_plain_ones(kind: Any) -> None:
-    two_by_three: Any = np.array([2, 3])
-    steps: Any = [kind(9), kind(1)]
-    first: Any = [kind(0)]
-    piece = AffinePiece(two_by_three, kind(4), steps, kind(0), (kind(3), kind(1)), first)
+    shape: Any = np.array([2, 3])
+    ranks: Any = [kind(0)]
+    strides = (kind(9), kind(1))
+    piece = AffinePiece(shape, kind(4), strides, kind(0), (kind(3), kind(1)), ranks)
     assert piece == AffinePiece((2, 3), 4, (9, 1), 0, (3, 1), (0,))
     numbers = (*piece.shape, piece.source_offset, *piece.dest_strides, *piece.locations)
     assert {type(number) for number in numbers} == {int}

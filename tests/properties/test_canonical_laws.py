@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
+from random import Random
 
+import pytest
 from hypothesis import given
 
 from reshard.geometry import AffinePiece, ParamAffineMap, canonicalise, coalesce
 from tests.properties import dense_oracle as dense
+from tests.properties.recuts import bands, recut_map
 from tests.properties.strategies import SETTINGS, Case, cases, exploded, respelled
 
 
@@ -71,3 +74,47 @@ def test_runs_fold_into_as_many_dimensions_as_they_have() -> None:
     ]
     (piece,) = ParamAffineMap((500,), {0: (200,)}, {0: rows[::-1]}).canonical().pieces_by_rank[0]
     assert piece == AffinePiece((5, 10, 4), 0, (100, 7, 1), 0, (40, 4, 1), (0,))
+
+
+@pytest.mark.parametrize("rows", [60, 200])
+def test_of_thousands_of_runs_no_cut_however_crooked_changes_the_form(rows: int) -> None:
+    for seed in range(8):
+        rnd = Random(seed)
+        one = bands(rnd, rows)
+        form = one.canonical()
+        assert len(form.pieces_by_rank[0]) <= len(one.pieces_by_rank[0])
+        for depth in (1, 2):
+            assert recut_map(rnd, one, depth, straight=False).canonical() == form
+
+
+@pytest.mark.parametrize("rows", [5_000, 128_256])
+def test_of_any_number_of_runs_straight_cuts_do_not_change_the_form(rows: int) -> None:
+    for seed in range(8):
+        rnd = Random(seed)
+        one = bands(rnd, rows)
+        form = one.canonical()
+        assert len(form.pieces_by_rank[0]) <= len(one.pieces_by_rank[0])
+        for depth in (1, 2, 4):
+            assert recut_map(rnd, one, depth, straight=True).canonical() == form
+
+
+@pytest.mark.parametrize("rows", [700, 5_000, 2**40])
+def test_for_any_size_and_any_cut_the_form_of_a_form_is_itself(rows: int) -> None:
+    for seed in range(4):
+        rnd = Random(seed)
+        one = bands(rnd, rows)
+        form = recut_map(rnd, one, 3, straight=False).canonical()
+        assert form.canonical() == form
+        assert sum(piece.numel for _, piece in form.pieces()) == dense.size(one.shard_shapes[0])
+
+
+def test_ten_thousand_rows_fold_like_the_block_that_they_are() -> None:
+    """A list of single rows is recovered as the two bands that it was made of."""
+    rows = [
+        AffinePiece((5,), 64 * i + 20 * k, (1,), 10 * i + 5 * k, (1,), (0,))
+        for i in range(5_000)
+        for k in range(2)
+    ]
+    listed = ParamAffineMap((320_000,), {0: (50_000,)}, {0: Random(0).sample(rows, len(rows))})
+    (folded,) = listed.canonical().pieces_by_rank[0]
+    assert folded == AffinePiece((5_000, 2, 5), 0, (64, 20, 1), 0, (10, 5, 1), (0,))

@@ -166,7 +166,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     rename
         Other names for parameters, with ``to="safetensors"``.
     dry_run
-        Report, tell the time, and write nothing.
+        Report, with the time that it would take, and write nothing.
     resume
         Continue what an interrupted run of the same conversion left.
     overwrite

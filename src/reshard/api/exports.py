@@ -64,6 +64,7 @@ def comparable(left: Checkpoint, right: Checkpoint) -> Pair:
     left, right = _untied(left, right), _untied(right, left)
     if not (left.is_export or right.is_export):
         return Pair(left, right)
+    left, right = _once_tied(left, right), _once_tied(right, left)
     left, right = _narrowed(left, not_held), _narrowed(right, not_held)
     return Pair(left, right, _common_dtypes(left, right), not_held)
 
@@ -77,6 +78,23 @@ def _untied(side: Checkpoint, other: Checkpoint) -> Checkpoint:
         if name == owner and (alias, state) in other.tensors
     }
     return replace(side, tensors={**side.tensors, **added}) if added else side
+
+
+def _once_tied(side: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """The side without an owner whose tensor an export holds under a tied name alone.
+
+    Which of the names it keeps is the choice of whoever writes an export.
+    """
+    if not other.is_export:
+        return side
+    spared = {
+        (owner, state)
+        for alias, owner in side.aliases.items()
+        for name, state in side.tensors
+        if name == owner and (alias, state) in other.tensors
+    }
+    kept = {k: t for k, t in side.tensors.items() if k not in spared or k in other.tensors}
+    return replace(side, tensors=kept)
 
 
 def _absent(other: Checkpoint, export: Checkpoint) -> Counter[str]:

@@ -31,6 +31,8 @@ def select(
 ) -> Checkpoint:
     """Return the checkpoint narrowed to some parameters and states.
 
+    Where a list is asked for, one text stands for a list of one.
+
     Parameters
     ----------
     checkpoint
@@ -43,8 +45,6 @@ def select(
         States to keep, tensors and scalars alike; all when empty.
     trainable
         Keep only the parameters that are trained: no frozen ones, and no buffers.
-
-    One text stands for a list of one.
 
     Raises
     ------

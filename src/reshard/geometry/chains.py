@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from reshard.geometry.ordering import (
     Ints,
     classes_of,
-    expanded,
     groups_of,
     mixed,
     order_by,
@@ -93,26 +92,6 @@ def unbelieved_dims(table: LinkTable, group: Ints) -> Flags:
     marked = np.zeros_like(pairs)
     marked[rows[~believed], dims[~believed]] = True
     return marked
-
-
-def split_dims(table: LinkTable, marked: Flags) -> tuple[Ints, LinkTable]:
-    """Return one row for each step of the marked dimensions, and the row that each is of."""
-    whose = np.arange(len(table))
-    for dim in range(table.dims):
-        steps = np.where(marked[whose, dim], table.extent[:, dim], 1)
-        again = np.repeat(np.arange(len(table)), steps)
-        step = expanded(np.zeros_like(steps), steps)
-        rows = table.take(again)
-        rows.extent[steps[again] > 1, dim] = 1
-        table = LinkTable(
-            rows.near + step * rows.near_stride[:, dim],
-            rows.far + step * rows.far_stride[:, dim],
-            rows.extent,
-            rows.near_stride,
-            rows.far_stride,
-        )
-        whose = whose[again]
-    return whose, table.normalised()
 
 
 def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:

@@ -7,11 +7,16 @@ into links in many ways; folding chooses one of them, from the pairs alone:
 2. Equal blocks are chained (:mod:`reshard.geometry.chains`): those of one shape become one block
    with one more dimension wherever they are evenly spaced. This repeats until nothing chains.
 
-A link of many dimensions stands for many runs. It is expanded into them only when all links of
-its group together have few (:data:`FEW_RUNS`). Otherwise links that continue each other along a
-dimension are joined, and whole links take the place of runs in step 2. So the form is the same
-for equal sets of few runs, however they were cut, and for larger ones whose links do not cut into
-each other in passing.
+3. Before that, what repeats as a whole is taken off, and put back in the end
+   (:mod:`reshard.geometry.peeling`).
+
+A link of many dimensions stands for many runs. Once it has lost the dimensions that all links of
+its group share, it is expanded into them when its whole group has at most :data:`FEW_RUNS` (a run
+that is cut counts for each part): the form of such a group depends on its pairs alone, however
+crooked the links were cut. In groups of more,
+where time must not follow the number of elements, whole links take the place of runs: those that
+continue each other are joined, equal ones chained, until nothing changes. That undoes ordinary
+cuts; but two lists of links that cut into each other in passing may keep different forms.
 
 What may not be merged (another holder, scale, pair of ranks) is another *group*; grouping before
 folding is what lets a stack of blocks that alternate between holders fold at all.
@@ -28,17 +33,16 @@ from reshard.geometry.chains import (
     chained,
     run_counts,
     run_dims,
-    split_dims,
     unbelieved_dims,
 )
 from reshard.geometry.continuing import continued, in_order, runs_joined
 from reshard.geometry.links import Link
 from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, starts_of
+from reshard.geometry.peeling import Peel
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
-FEW_RUNS = 256
-"""Groups of at most so many runs are folded from their runs."""
-_EXPANDED = 4 * FEW_RUNS
+FEW_RUNS = 8192
+"""Groups whose links have at most so many runs are folded from their runs."""
 BATCH = 1 << 17
 """Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
 
@@ -141,11 +145,26 @@ def _running_on(table: LinkTable) -> Ints:
 
 
 def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    table, group = _with_few_runs_expanded(table, group)
-    doubtful = unbelieved_dims(table, group)
-    if doubtful.any():
-        whose, table = split_dims(table, doubtful)
-        group = group[whose]
+    """Fold until nothing changes; groups that were folded from their runs are done at once."""
+    groups = int(group.max()) + 1
+    done: list[tuple[LinkTable, Ints]] = []
+    while len(table):
+        table, group = in_order(table, group)
+        before = np.bincount(group, minlength=groups)
+        peel = Peel(groups)
+        table = peel.links(table, group)
+        table, group, complete = _with_few_runs_expanded(table, group, peel)
+        table, group = _merged(table, group)
+        table = peel.put_back(table, group)
+        complete |= np.bincount(group, minlength=groups) == before
+        final = np.flatnonzero(complete[group])
+        done.append((table.take(final), group[final]))
+        going = np.flatnonzero(~complete[group])
+        table, group = table.take(going), group[going]
+    return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
+
+
+def _merged(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     groups = int(group.max()) + 1
     done: list[tuple[LinkTable, Ints]] = []
     while len(table):
@@ -162,24 +181,19 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
 
 
-def _with_few_runs_expanded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    """Expand the groups that have few runs in all into these runs."""
-    runs = run_counts(table)
-    in_group = np.bincount(group, runs)[group]
-    several = np.bincount(group, runs > 1)[group] > 0
-    small = several & (in_group <= _EXPANDED)
-    if not small.any():
-        return table, group
-    rows = np.flatnonzero(small)
-    expanded_table, again = _expanded_runs(table.take(rows))
-    parts, part_group = runs_joined(expanded_table, group[rows][again])
-    few = np.bincount(part_group, minlength=int(group.max()) + 1) <= FEW_RUNS
-    kept = np.flatnonzero(~small | ~few[group])
-    taken = np.flatnonzero(few[part_group])
-    return (
-        concatenated([table.take(kept), parts.take(taken)]),
-        np.concatenate([group[kept], part_group[taken]]),
-    )
+def _with_few_runs_expanded(
+    table: LinkTable, group: Ints, peel: Peel
+) -> tuple[LinkTable, Ints, NDArray[np.bool_]]:
+    """Expand the groups that have few runs in all into these runs, one repetition of them.
+
+    Also tells which groups these are.
+    """
+    few = np.bincount(group, run_counts(table), peel.groups) <= FEW_RUNS
+    rows, kept = np.flatnonzero(few[group]), np.flatnonzero(~few[group])
+    runs, again = _expanded_runs(table.take(rows))
+    runs, of = runs_joined(*in_order(runs, group[rows][again]))
+    runs, of = peel.runs(runs, of)
+    return concatenated([table.take(kept), runs]), np.concatenate([group[kept], of]), few
 
 
 def _expanded_runs(table: LinkTable) -> tuple[LinkTable, Ints]:

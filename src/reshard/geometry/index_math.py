@@ -56,7 +56,8 @@ def as_index(value: object, name: str) -> int:
     Raises
     ------
     InvalidMapError
-        When it is no integer (a truth value is none), is negative, or over :data:`MAX_OFFSET`.
+        When it is not an integer (a truth value is none), is negative, or exceeds
+        :data:`MAX_OFFSET`.
 
     >>> as_index(7, "offset")
     7

@@ -1,0 +1,75 @@
+"""The examples run as a reader would run them, and say what they should."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.programs import path_with_reshard
+from tests.truth import ROOT
+
+
+def run(script: str, tmp_path: Path) -> str:
+    """Run a script of an example in the repository's folder; return what it prints."""
+    program = ["sh"] if script.endswith(".sh") else [sys.executable]
+    environment = os.environ | {
+        "OUT": str(tmp_path / "out"),
+        "PATH": path_with_reshard(tmp_path),
+        "PYTHONPATH": str(ROOT / "src"),
+        "DS_ACCELERATOR": "cpu",
+    }
+    done = subprocess.run(
+        [*program, f"examples/{script}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_change_tp(tmp_path: Path) -> None:
+    said = run("change_tp/run.sh", tmp_path)
+    assert "verified: the output holds what its source holds, bit for bit" in said
+    assert said.count("model.layers.0.self_attn.k_proj.weight") == 2
+
+
+def test_own_layout(tmp_path: Path) -> None:
+    said = run("own_layout/run.py", tmp_path)
+    assert said.splitlines()[-1] == "moved from 2 ranks to 4, equal to the last bit"
+
+
+def test_verify_in_ci(tmp_path: Path) -> None:
+    said = run("verify_in_ci/run.sh", tmp_path)
+    assert "lm_head.weight" in said
+    assert said.splitlines()[-1] == "exit code 1"
+
+
+@pytest.mark.deepspeed
+def test_zero3_to_hf(tmp_path: Path) -> None:
+    said = run("zero3_to_hf/run.py", tmp_path)
+    assert said.splitlines()[-1] == "from_pretrained has the master weights; logits (1, 8, 97)"
+
+
+@pytest.mark.deepspeed
+def test_resume_in_deepspeed(tmp_path: Path) -> None:
+    said = run("resume_in_deepspeed/run.py", tmp_path)
+    assert "resumed at step 3 with equal master weights and moments" in said
+    assert "step 4, loss " in said
+
+
+def test_each_example_is_listed_and_run() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = [path.parent.name for path in (ROOT / "examples").glob("*/run.*")]
+    assert len(names) == 5
+    for name in names:
+        assert f"`examples/{name}`" in listed
+        assert f'run("{name}/run.' in here
