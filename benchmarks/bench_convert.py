@@ -9,7 +9,8 @@ disk with the source in the page cache, and the figures are medians over rounds:
 * DeepSpeed's `ds_to_universal` with its defaults.
 
 Each runs in a fresh process, start-up included. Memory is the sum of the resident sets of the whole
-process tree, sampled a hundred times a second, less that of an idle interpreter.
+process tree, sampled a hundred times a second, less that of an idle interpreter. CPU seconds and
+the load average of the machine are told beside the times: on a busy machine they say more.
 
 To be fair to all, before each run (1) the file system is synced, so nobody pays for another's dirty
 pages; (2) as much memory as the run will fill is touched and freed, because a virtual machine that
@@ -236,6 +237,7 @@ def summary(case: str, source: Path, found: dict[str, list[Run]], base: int) -> 
 
     return {
         "case": case,
+        "load_average": os.getloadavg()[1],
         "source_bytes": sum(path.stat().st_size for path in source.rglob("*.pt")),
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -268,7 +270,8 @@ def line(found: dict[str, object]) -> str:
         if found[key] is not None
     ]
     size = int(found["source_bytes"]) / 1e9  # type: ignore[call-overload]
-    return f"{found['case']} {size:.2f} GB: {', '.join(parts)}; {', '.join(ratios)}"
+    load = f"load {found['load_average']:.1f}"
+    return f"{found['case']} {size:.2f} GB: {', '.join(parts)}; {', '.join(ratios)}; {load}"
 
 
 def main() -> None:
