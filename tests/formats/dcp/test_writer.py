@@ -217,6 +217,18 @@ def test_the_user_says_which_adam_it_is(tmp_path: Path, adam: str, decoupled: bo
     assert loaded["optim"]["param_groups"][0]["decoupled_weight_decay"] is decoupled
 
 
+def test_a_setting_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    """`lr` of a captured optimizer is a tensor, and so it is in the loader's tree."""
+    model, nested = state_dicts(*trained())
+    for group in nested["param_groups"]:
+        group["lr"] = torch.tensor(0.25)
+    source = save({"model": model, "optim": nested}, tmp_path / "ckpt")
+    out = convert(source, tmp_path / "out")
+    template = {"optim": {"param_groups": [{"lr": torch.tensor(0.0)}, {"lr": torch.tensor(0.0)}]}}
+    loaded = load(template, out)["optim"]["param_groups"]
+    assert [group["lr"].item() for group in loaded] == [0.25, 0.25]
+
+
 def test_states_without_their_groups_are_refused(tmp_path: Path) -> None:
     universal = tmp_path / "universal"
     reshard.convert(GOLDEN / "odd_z1_dp2_fp32/ckpt", universal)

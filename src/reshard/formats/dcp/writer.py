@@ -28,7 +28,7 @@ from reshard.formats.dcp.settings import Settings, carried_of, settings_of, stat
 from reshard.formats.dcp.tree import PARAM_GROUPS, PARAMS, STATE
 from reshard.formats.dtypes import DType
 from reshard.formats.target import OutputFile, Target
-from reshard.formats.torch_archive import NewTensor
+from reshard.formats.torch_archive import NewTensor, TensorRecord
 
 FP32 = "fp32"
 
@@ -101,9 +101,11 @@ class _Output:
         entry = self._named(path)
         place = self.packing.add_object(value)
         offsets = None
-        if isinstance(value, NewTensor):
-            offsets = ()
-            self.tensors[entry] = TensorEntry(value.dtype, (), (Chunk((), ()),))
+        if isinstance(value, (NewTensor, TensorRecord)):
+            shape = tuple(value.shape)
+            whole = Chunk((0,) * len(shape), shape)
+            offsets = whole.offsets
+            self.tensors[entry] = TensorEntry(value.dtype, shape, (whole,))
         self.places[entry, offsets] = place
 
     def _add_alias(self, alias: str, owner: str) -> None:
