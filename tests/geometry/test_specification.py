@@ -28,6 +28,7 @@ from reshard.geometry import (
     trace_map,
 )
 from tests.layouts.real_layers import BLOCKS, block_named
+from tests.properties import dense_oracle as dense
 
 Cut = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -117,14 +118,23 @@ def test_yuan_value_and_output_have_at_most_2_pieces_a_rank() -> None:
 
 
 @pytest.mark.deepspeed
-def test_two_pieces_a_rank_with_strides_32_and_1_are_what_yuan_output_folds_from() -> None:
-    """The table's spelling; ours folds the two head groups into one more dimension."""
+def test_the_two_pieces_of_yuan_output_with_strides_32_and_1_merge_into_one() -> None:
+    """§5 counts two head groups of rows 32 apart; §6.3 asks for maximally merged pieces.
+
+    The groups are 16 apart in F and 8 in the shard, half as far as the rows: (8, 2, 8) by
+    (32, 16, 1) is (16, 8) by (16, 1). The elements are exactly those of the table's two pieces.
+    """
     first = [AffinePiece((8, 8), 8 * r, (32, 1), 0, (16, 1), (r,)) for r in (0, 1)]
     second = [AffinePiece((8, 8), 8 * r + 16, (32, 1), 8, (16, 1), (r,)) for r in (0, 1)]
     table = ParamAffineMap(
         (8, 32), dict.fromkeys((0, 1), (8, 16)), {r: [first[r], second[r]] for r in (0, 1)}
     )
-    assert table.canonical() == yuan((8, 32), 2, 1)
+    ours = yuan((8, 32), 2, 1)
+    assert dense.relation(ours) == dense.relation(table)
+    assert table.canonical() == ours
+    assert [ours.pieces_by_rank[r] for r in (0, 1)] == [
+        (AffinePiece((16, 8), 8 * r, (16, 1), 0, (8, 1), (r,)),) for r in (0, 1)
+    ]
 
 
 @pytest.mark.deepspeed

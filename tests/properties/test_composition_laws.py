@@ -20,6 +20,7 @@ from reshard.geometry import (
     balance_of,
     balanced,
     compose,
+    distribute,
     follow,
     invert,
     lowest_rank,
@@ -197,6 +198,32 @@ def test_the_inverse_brings_back_whatever_was_read(case: Case) -> None:
     assert {copy[:2] for copy in dense.copies(back)} == read
     for tr, t, sr, o, scale in dense.copies(follow(back, plan)):
         assert (tr, t, scale) == (sr, o, 1.0)
+
+
+@SETTINGS
+@given(cases)
+def test_composing_is_following_the_inverse_of_the_source_by_the_target(case: Case) -> None:
+    target, source = pair(case, scaled=True)
+    assert follow(target, invert(source)) == compose(target, source)
+    gathered = invert(source)
+    gathered.verify()
+    assert dict(gathered.target_shapes) == {0: (case.total,)}
+    for _, s, rank, d, scale in dense.copies(gathered):
+        there, theirs = dense.places(source)[rank, d]
+        assert (there, scale) == (s, 1 / theirs)
+        assert rank == min(dense.holders(source)[s])
+
+
+@SETTINGS
+@given(cases)
+def test_a_map_stands_for_the_plan_from_the_full_tensor_to_its_shards(case: Case) -> None:
+    one = case.map(scaled=True)
+    plan = distribute(one)
+    plan.verify()
+    assert {(r, d): (s, scale) for r, d, _, s, scale in dense.copies(plan)} == dense.places(one)
+    full = np.random.default_rng(case.seed).integers(-99, 99, case.total).astype(np.float32)
+    for rank, shard in plan.apply({0: full}).items():
+        assert shard.tobytes() == one.extract(full, rank).tobytes()
 
 
 @SETTINGS

@@ -13,6 +13,7 @@ from reshard.geometry.affine_map import (
 from reshard.geometry.algebra import (
     canonicalise,
     coalesce,
+    distribute,
     follow,
     intersect,
     invert,
@@ -47,6 +48,7 @@ __all__ = [
     "coalesce",
     "compose",
     "cut_flat_range",
+    "distribute",
     "follow",
     "intersect",
     "invert",

@@ -94,11 +94,28 @@ def restrict(one: ParamAffineMap, dim: int, start: int, length: int) -> ParamAff
     return folded_map(shape, one.shard_shapes, kept)
 
 
-def invert(plan: TransferPlan) -> TransferPlan:
+def distribute(one: ParamAffineMap) -> TransferPlan:
+    """Return a map as a plan: from ``F``, the flat shard of a rank 0, to the shards.
+
+    >>> half = [AffinePiece((2,), 2 * r, (1,), 0, (1,), [r]) for r in (0, 1)]
+    >>> print(distribute(ParamAffineMap((4,), {0: (2,), 1: (2,)}, {r: [half[r]] for r in (0, 1)})))
+    2 segments, 4 elements
+      0[0 + 2×1] → 0[0 + 2×1]
+      0[2 + 2×1] → 1[0 + 2×1]
+    """
+    table = one.canonical().table
+    turned = table.link.turned().normalised()
+    segments = SegmentTable(turned, np.zeros_like(table.rank), table.rank, table.scale)
+    return closed({0: (one.numel,)}, one.shard_shapes, folded_segments(segments))
+
+
+def invert(plan: TransferPlan | ParamAffineMap) -> TransferPlan:
     """Return the plan that moves data back, from the target shards into the source shards.
 
     A source element that went to several targets comes back from the lowest of them; one that
-    went nowhere is unfilled. Scales become their reciprocals.
+    went nowhere is unfilled. Scales become their reciprocals. A map stands for the plan from
+    ``F`` to its shards (:func:`distribute`), so that its inverse gathers ``F``, and
+    ``follow(target, invert(source))`` is ``compose(target, source)``.
 
     >>> from reshard.geometry import Segment
     >>> there = TransferPlan({0: (4,)}, {7: (2,)}, [Segment((2,), 0, 1, (2,), 7, 0, (1,))], {})
@@ -107,6 +124,7 @@ def invert(plan: TransferPlan) -> TransferPlan:
       7[0 + 2×1] → 0[1 + 2×2]
       nothing → 0: [0, 1), [2, 3)
     """
+    plan = _plan_of(plan)
     table = plan.table
     back = table.link.turned().normalised()
     parts, rows, depth = table_layers(back, table.source_rank)
@@ -118,16 +136,24 @@ def invert(plan: TransferPlan) -> TransferPlan:
     return closed(plan.target_shapes, plan.source_shapes, folded_segments(turned))
 
 
-def follow(second: TransferPlan, first: TransferPlan) -> TransferPlan:
+def _plan_of(one: TransferPlan | ParamAffineMap) -> TransferPlan:
+    return distribute(one) if isinstance(one, ParamAffineMap) else one
+
+
+def follow(
+    second: TransferPlan | ParamAffineMap, first: TransferPlan | ParamAffineMap
+) -> TransferPlan:
     """Return the plan that does ``first`` and then ``second`` in one step.
 
-    Elements that ``second`` reads where ``first`` wrote nothing are unfilled.
+    A map stands for the plan from ``F`` to its shards (:func:`distribute`). Elements that
+    ``second`` reads where ``first`` wrote nothing are unfilled.
 
     Raises
     ------
     CompositionError
         When ``second`` does not read from the shards that ``first`` fills.
     """
+    second, first = _plan_of(second), _plan_of(first)
     if dict(second.source_shapes) != dict(first.target_shapes):
         raise CompositionError(
             "the second plan does not start where the first one ends",

@@ -2,10 +2,11 @@
 
 Theory. Among the blocks of one shape in a group, the differences ``(Δnear, Δfar)`` between blocks
 that are at most 4 apart in near order are counted. In a group of more than :data:`MANY` blocks
-that would drown in chance; there, only differences between places that *recur* are counted, at
-which the way to the next block is the same too. The commonest difference is the *step* by
-which blocks are chained: for a given step, the maximal chains ``x, x + step, x + 2·step, …`` are
-unique, whatever the order in which the blocks came. A step counts only when
+that would drown in chance; there, only places that *recur* are looked at, from which the way to the
+next block is the same: this way is counted, and the difference between the two places. The
+commonest difference is the *step* by which blocks are chained: for a given step, the maximal
+chains ``x, x + step, x + 2·step, …`` are unique, whatever the order in which the blocks came. A
+step counts only when
 
 * it explains a quarter of the blocks, and ``Δfar`` is not negative, because strides are not;
 * where it occurs once, there is a reason to believe in it: the blocks have a quarter of all runs
@@ -152,7 +153,7 @@ def _differences(blocks: _Steps) -> _Steps:
 
 
 def _recurring(blocks: _Steps) -> _Steps:
-    """Return the differences between places from which the next block is equally far.
+    """Return the differences between places from which the next block is equally far, and that way.
 
     From both places to the next ones the difference is the same, so each is returned twice.
     """
@@ -166,11 +167,11 @@ def _recurring(blocks: _Steps) -> _Steps:
     again = np.ones(len(first), bool)
     for column in token.columns:
         again &= column[first] == column[then]
+    step = token.take(np.concatenate([first[again], then[again]]))
     first, then = same[first[again]], same[then[again]]
-    f = far[then] - far[first]
-    valid = np.flatnonzero(f >= 0)
-    found = _Steps(label[first][valid], (near[then] - near[first])[valid], f[valid])
-    return _appended([found, found])
+    found = _Steps(label[first], near[then] - near[first], far[then] - far[first])
+    every = _appended([found, found, step])
+    return every.take(np.flatnonzero(every.far >= 0))
 
 
 def _dim_steps(table: LinkTable, group: Ints) -> _Steps:

@@ -41,7 +41,7 @@ from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, star
 from reshard.geometry.peeling import Peel
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
-FEW_RUNS = 8192
+FEW_RUNS = 2048
 """Groups whose links have at most so many runs are folded from their runs."""
 BATCH = 1 << 17
 """Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
