@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.errors import CompositionError, UsageError
 from reshard.geometry.affine_map import ParamAffineMap, folded_map
-from reshard.geometry.assembling import closed, folded_segments
+from reshard.geometry.assembling import closed, folded_segments, layers_of
 from reshard.geometry.index_math import numel, row_major_strides
 from reshard.geometry.links import Link, from_dest, from_source, make_link, meet
 from reshard.geometry.matching import matched
@@ -124,7 +124,8 @@ def invert(plan: TransferPlan | ParamAffineMap) -> TransferPlan:
       7[0 + 2×1] → 0[1 + 2×2]
       nothing → 0: [0, 1), [2, 3)
     """
-    plan = _plan_of(plan)
+    if isinstance(plan, ParamAffineMap):
+        return _gather(plan)
     table = plan.table
     back = table.link.turned().normalised()
     parts, rows, depth = table_layers(back, table.source_rank)
@@ -134,6 +135,15 @@ def invert(plan: TransferPlan | ParamAffineMap) -> TransferPlan:
         parts.take(kept), table.target_rank[rows], table.source_rank[rows], 1.0 / table.scale[rows]
     )
     return closed(plan.target_shapes, plan.source_shapes, folded_segments(turned))
+
+
+def _gather(one: ParamAffineMap) -> TransferPlan:
+    """Return the plan from shards to ``F``; of several places it reads what ``compose`` does."""
+    held = layers_of(one)[0]
+    lowest = np.array([ranks[0] for ranks in held.holders], np.int64)
+    read = held.take(np.flatnonzero(lowest[held.place] == held.rank))
+    segments = SegmentTable(read.link, read.rank, np.zeros_like(read.rank), 1.0 / read.scale)
+    return closed(one.shard_shapes, {0: (one.numel,)}, folded_segments(segments))
 
 
 def _plan_of(one: TransferPlan | ParamAffineMap) -> TransferPlan:
