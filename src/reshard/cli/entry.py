@@ -7,6 +7,7 @@ so no path leads to a traceback. Typer's own error types are named through its p
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
@@ -71,9 +72,11 @@ def _refuse_usage(error: BaseException, *, json: bool) -> int:
 def _prepare_process() -> None:
     # Small checkpoints should feel instant. We never use linear algebra, so OpenBLAS, which comes
     # with NumPy, need not start its threads; and what is read and planned has hardly a cycle in
-    # it, so the collector need not look at it again and again while it grows.
+    # it, so the collector need not look at it again and again while it grows, nor at the end.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(COLLECT_AFTER)
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
 
 
 def _prepare_streams() -> None:
