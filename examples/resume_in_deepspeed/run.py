@@ -9,7 +9,7 @@ for name, value in {
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29577",
+    "MASTER_PORT": str(20000 + os.getpid() % 40000),  # another one for each run
 }.items():
     os.environ.setdefault(name, value)
 

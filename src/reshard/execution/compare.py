@@ -317,6 +317,7 @@ class _Pair:
         dtypes: Mapping[TensorKey, DType],
     ) -> None:
         self.keys = keys
+        self.rounded = frozenset(dtypes)
         self.sides = (_side(left, keys, dtypes), _side(right, keys, dtypes))
         self._indexes = RouteIndexes()
         self._found: dict[TensorKey, _Found] = {}
@@ -412,8 +413,20 @@ class _Comparer:
             differs = a != b
             if differs.ndim > 1:
                 differs = differs.any(axis=-1)
+            if fill.key in self._pair.rounded:
+                differs &= ~self._both_nan(fill, (low - start) * fill.dtype.itemsize, len(differs))
             if differs.any():
                 self._note(fill, low, (low - start) * fill.dtype.itemsize, differs)
+
+    def _both_nan(self, fill: PlannedFill, offset: int, numel: int) -> Bytes:
+        """Where both sides are NaN: rounding keeps that, and not its payload."""
+        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+            left, right = (
+                np.isnan(np.ndarray((numel,), fill.dtype.numpy(), block, offset))
+                for block in self._blocks
+            )
+        both: Bytes = left & right
+        return both
 
     def _note(self, fill: PlannedFill, low: int, offset: int, differs: Bytes) -> None:
         values = [

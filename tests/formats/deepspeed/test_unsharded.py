@@ -106,6 +106,18 @@ class TestHalfPrecision:
         with pytest.raises(UnsupportedError, match="fp32_groups_flat"):
             reshard.open_checkpoint(edited(tmp_path, HALF, flatten))
 
+    @pytest.mark.parametrize("lost", ["absent", "none"])
+    def test_lost_masters_are_not_replaced_by_rounded_weights(
+        self, lost: str, tmp_path: Path
+    ) -> None:
+        def lose(root: Root) -> None:
+            root["optimizer"]["fp32_groups"] = None
+            if lost == "absent":
+                del root["optimizer"]["fp32_groups"]
+
+        with pytest.raises(CheckpointError, match="half precision without its master weights"):
+            reshard.open_checkpoint(edited(tmp_path, HALF, lose))
+
     def test_a_group_with_a_master_too_few_is_refused(self, tmp_path: Path) -> None:
         def drop(root: Root) -> None:
             root["optimizer"]["fp32_groups"][0].pop()

@@ -152,6 +152,14 @@ def _masters(archive: Archive) -> list[list[TensorRecord]] | None:
             next_step="save the run with ZeRO-1, which records names",
         )
     groups = wrapper.maybe(_MASTERS)
+    if groups is None and wrapper.maybe(_INNER) is not None:
+        raise CheckpointError(
+            "an optimizer of half precision without its master weights",
+            file=archive.path,
+            expected=f"optimizer.{_MASTERS}",
+            found="nothing",
+            next_step="the file is damaged or edited; take another checkpoint",
+        )
     if groups is None:
         return None
     return [[_tensor(master) for master in group.each()] for group in groups.each()]
