@@ -103,7 +103,7 @@ def test_every_checkpoint_is_inspected_in_a_moment_or_refused_in_one_line(capsys
     for case in sorted(ROOT.glob("*/ckpt")):
         start = time.process_time()
         code = main(["inspect", str(case)])
-        assert time.process_time() - start < 2
+        assert time.process_time() - start < 5
         err = capsys.readouterr().err
         assert (code, err) == (0, "") or (code == 2 and err.count("\n") == 1)
         assert "error: internal" not in err

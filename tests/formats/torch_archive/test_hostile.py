@@ -421,6 +421,10 @@ def test_real_attacks_do_not_run(
 # -------------------------------------------------------------------------------- resources
 
 
+ENOUGH = 5
+"""Seconds of a slow processor for what is refused or read in time; repeated work takes far more."""
+
+
 def _seconds(folder: Path, pickled: bytes) -> float:
     """Processor time of refusing a pickle."""
     start = time.process_time()
@@ -431,44 +435,44 @@ def _seconds(folder: Path, pickled: bytes) -> float:
 
 def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path) -> None:
     pairs = b")" + b"2\x86" * 60
-    assert _seconds(tmp_path, b"}" + pairs + b"Ns") < 1
-    assert _seconds(tmp_path, named("builtins set") + b"](" + pairs + b"e\x85R") < 1
-    assert _seconds(tmp_path, b"(" + pairs + b"\x91") < 1
+    assert _seconds(tmp_path, b"}" + pairs + b"Ns") < ENOUGH
+    assert _seconds(tmp_path, named("builtins set") + b"](" + pairs + b"e\x85R") < ENOUGH
+    assert _seconds(tmp_path, b"(" + pairs + b"\x91") < ENOUGH
     # Hashing nests in C: a deep tuple would overflow its stack.
-    assert _seconds(tmp_path, b"}" + b")" + b"\x85" * 200_000 + b"Ns") < 5
+    assert _seconds(tmp_path, b"}" + b")" + b"\x85" * 200_000 + b"Ns") < ENOUGH
 
 
 def test_keys_that_collide_by_design_are_refused(tmp_path: Path) -> None:
     huge = (((1 << 61) - 1) * 12345).to_bytes(10, "little", signed=True)
-    assert _seconds(tmp_path, b"}\x8a\x0a" + huge + b"Ns") < 1
+    assert _seconds(tmp_path, b"}\x8a\x0a" + huge + b"Ns") < ENOUGH
 
 
 def test_copies_draw_on_a_budget(tmp_path: Path) -> None:
     content = named("_codecs encode") + b"q\x00" + text("x" * 100_000) + b"q\x01" + text("latin1")
     once = b"h\x00h\x01h\x02\x86R"
-    assert _seconds(tmp_path, b"(" + content + b"q\x02\x86R" + once * 1000 + b"l") < 2
+    assert _seconds(tmp_path, b"(" + content + b"q\x02\x86R" + once * 1000 + b"l") < ENOUGH
     many = b"](" + b"N" * 100_000 + b"eq\x00"
     twice = named("torch Size") + b"q\x01" + many
-    assert _seconds(tmp_path, b"(" + twice + b"h\x01h\x00\x85R" * 1000 + b"l") < 2
+    assert _seconds(tmp_path, b"(" + twice + b"h\x01h\x00\x85R" * 1000 + b"l") < ENOUGH
 
 
 def test_work_is_not_repeated_for_what_is_shared(tmp_path: Path) -> None:
     """One large part that a few bytes name again and again, in every place that looks inside."""
     times = 3000
     keys = b"(" + b"K\x01" * 50_000 + b"tq\x00"
-    assert _seconds(tmp_path, b"}(" + keys + b"Nh\x00N" * times + b"u") < 2
+    assert _seconds(tmp_path, b"}(" + keys + b"Nh\x00N" * times + b"u") < ENOUGH
     state = b"}q\x00(" + b"".join(text(f"k{n}") + b"N" for n in range(20_000)) + b"u"
     attributes = named("collections OrderedDict") + b")R" + state + b"b" + b"h\x00b" * times
-    assert _seconds(tmp_path, attributes) < 2
+    assert _seconds(tmp_path, attributes) < ENOUGH
     keywords = state + named("m C") + b"q\x01)h\x00\x92" + b"h\x01)h\x00\x92" * times
-    assert _seconds(tmp_path, b"(" + keywords + b"t") < 2
+    assert _seconds(tmp_path, b"(" + keywords + b"t") < ENOUGH
     fragment = named("deepspeed.utils.tensor_fragment fragment_address") + b"q\x01"
     good = state + b"(" + text("numel") + b"K\x01" + text("start") + b"K\x01u"
     start = time.process_time()
     read_pickle(tmp_path, b"(" + good + fragment + b"0" + b"h\x01)\x81h\x00b" * times + b"t")
     shared = b"](" + b"K\x01" * 50_000 + b"eq\x00"
     read_pickle(tmp_path, b"(" + shared + b"h\x00" * times + b"t")
-    assert time.process_time() - start < 4
+    assert time.process_time() - start < ENOUGH
 
 
 def test_nested_sets_are_put_in_order_once(tmp_path: Path) -> None:
@@ -477,7 +481,7 @@ def test_nested_sets_are_put_in_order_once(tmp_path: Path) -> None:
         members = b"(" + members + b"K" + bytes((number,)) + b"\x91"
     start = time.process_time()
     lay_out_archive(read_pickle(tmp_path, members).root, "nested")
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < ENOUGH
 
 
 def test_deep_and_cyclic_trees_are_refused(tmp_path: Path) -> None:
@@ -489,7 +493,7 @@ def test_deep_and_cyclic_trees_are_refused(tmp_path: Path) -> None:
         # Built from the inside, one level after the other, without a deep stack.
         b"]" + b"q\x000]h\x00a" * 5000,
     ):
-        assert _seconds(tmp_path, pickled) < 2
+        assert _seconds(tmp_path, pickled) < ENOUGH
 
 
 def test_shared_parts_cost_nothing(tmp_path: Path) -> None:
@@ -497,7 +501,7 @@ def test_shared_parts_cost_nothing(tmp_path: Path) -> None:
     start = time.process_time()
     root = read_pickle(tmp_path, b"]" + b"2\x86" * 60).root
     assert len(short_repr(root)) < 400
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < ENOUGH
 
 
 def test_a_record_may_hold_itself(tmp_path: Path) -> None:
@@ -508,8 +512,8 @@ def test_a_record_may_hold_itself(tmp_path: Path) -> None:
 
 
 def test_numbers_of_many_digits_are_refused(tmp_path: Path) -> None:
-    assert _seconds(tmp_path, b"L" + b"9" * 500_000 + b"L\n") < 1
-    assert _seconds(tmp_path, b"I" + b"9" * 5000 + b"\n") < 1
+    assert _seconds(tmp_path, b"L" + b"9" * 500_000 + b"L\n") < ENOUGH
+    assert _seconds(tmp_path, b"I" + b"9" * 5000 + b"\n") < ENOUGH
 
 
 def test_every_opcode_is_either_read_or_refused_by_name(tmp_path: Path) -> None:
