@@ -54,6 +54,7 @@ from reshard.formats.torch_archive import read_scalar, short_repr
 
 FP32 = "fp32"
 _LISTED = 3
+_MOST_STEPS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +241,12 @@ class _Reading:
             value = self._value(state.entry)
             if not isinstance(value.value, (int, float)):
                 raise value.unexpected("a number")
-            found.scalars[key] = Scalar(value.value, None, state.entry)
+            scalar = Scalar(value.value, None, state.entry)
+            found.scalars[key] = _require_count(scalar, key, value.file)
             return
         parameter = self.index.tensors[found.model[state.name]]
         if self._is_number(found, state, tensor):
-            found.scalars[key] = self._scalar(state.entry, tensor)
+            found.scalars[key] = self._scalar(key, state.entry, tensor)
         elif tensor.shape == parameter.shape:
             found.tensors[key] = self._tensor(*key, state.entry, Role.PARAMETER)
         else:
@@ -258,10 +260,11 @@ class _Reading:
                 next_step="leave it out with --states",
             )
 
-    def _scalar(self, entry: str, tensor: TensorEntry) -> Scalar:
+    def _scalar(self, key: TensorKey, entry: str, tensor: TensorEntry) -> Scalar:
         self.maps.locate(entry, tensor)
         record, archive = self.maps.record(entry, tensor, tensor.chunks[0])
-        return Scalar(read_scalar(archive, record), tensor.dtype, entry)
+        scalar = Scalar(read_scalar(archive, record), tensor.dtype, entry)
+        return _require_count(scalar, key, archive.path)
 
     def _value(self, entry: str) -> Cursor:
         """The value of an object; of a tensor, its record."""
@@ -365,6 +368,25 @@ def model_file(
 def _counts(state: str) -> bool:
     """Whether a state is a number even for a parameter that is a number itself."""
     return state == "step"
+
+
+def _require_count(scalar: Scalar, key: TensorKey, file: str) -> Scalar:
+    """Refuse a count of steps that is none; other numbers may be whatever they are."""
+    name, state = key
+    value = scalar.value
+    whole = isinstance(value, int) or value.is_integer()
+    counted = whole and not isinstance(value, bool) and 0 <= value < _MOST_STEPS
+    if _counts(state) and not counted:
+        raise CheckpointError(
+            "a step is no count",
+            file=file,
+            parameter=name,
+            state=state,
+            expected="a whole number from 0 to 2**63 - 1",
+            found=short_repr(value),
+            next_step="the file was changed or is damaged; take another checkpoint",
+        )
+    return scalar
 
 
 def _listing(names: Sequence[str]) -> str:
