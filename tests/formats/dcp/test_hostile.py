@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
 
 import reshard
 from reshard.errors import ReshardError
@@ -287,6 +293,51 @@ class TestPickles:
         assert refusal(folder) == (
             "unexpected content at .metadata: CKPT/.metadata: expected a Metadata, found dict"
         )
+
+
+def with_step(folder: Path, value: object) -> None:
+    """Put another step in the place of the first parameter's."""
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    (folder / "step.distcp").write_bytes(archive.getvalue())
+
+    def put(index: Any) -> None:
+        key = MetadataIndex(STEP, [] if isinstance(value, torch.Tensor) else None)
+        del index.storage_data[MetadataIndex(STEP, [])]
+        index.storage_data[key] = _StorageInfo("step.distcp", 0, len(archive.getvalue()))
+        if not isinstance(value, torch.Tensor):
+            index.state_dict_metadata[STEP] = BytesStorageMetadata()
+        else:
+            index.state_dict_metadata[STEP].properties.dtype = value.dtype
+
+    edit(folder, put)
+
+
+STEP = "optim.state.blocks.0.up.weight.step"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 2.5, -3.0, 1e30])
+def test_a_step_that_is_no_count_is_refused(folder: Path, number: float) -> None:
+    with_step(folder, torch.tensor(number, dtype=torch.float64))
+    assert refusal(folder) == no_count(repr(number))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(math.nan, "nan"), (-1, "-1"), (True, "True"), (1 << 63, str(1 << 63))]
+)
+def test_a_step_that_is_an_object_is_held_to_it_too(
+    folder: Path, value: object, found: str
+) -> None:
+    with_step(folder, value)
+    assert refusal(folder) == no_count(found)
+
+
+def no_count(found: str) -> str:
+    return (
+        "a step is no count: CKPT/step.distcp, parameter blocks.0.up.weight, state step: expected "
+        f"a whole number from 0 to 2**63 - 1, found {found}; next: the file was changed or is "
+        "damaged; take another checkpoint"
+    )
 
 
 def test_one_place_for_two_chunks_is_no_tie(folder: Path) -> None:

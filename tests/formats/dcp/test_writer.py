@@ -241,6 +241,20 @@ def test_states_without_their_groups_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    model, nested = state_dicts(*trained())
+    model["lone \ud800"] = torch.zeros(3)
+    source = save({"model": model, "optim": nested}, tmp_path / "ckpt")
+    with pytest.raises(CheckpointError) as caught:
+        reshard.convert(source, tmp_path / "out", to="dcp")
+    assert str(caught.value) == (
+        r"a name cannot stand in a DCP folder: parameter 'model.lone \ud800': found a lone "
+        "surrogate, which is no text; next: leave it out with --exclude"
+    )
+    assert not (tmp_path / "out").exists()
+    reshard.convert(source, tmp_path / "out", to="dcp", exclude=("lone*",))
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     report = reshard.convert(
         GOLDEN / "odd_z1_dp2_fp32/ckpt", tmp_path / "out", to="dcp", states=("fp32",)

@@ -6,9 +6,10 @@ is the state ``fp32`` of its name, in its own dtype, whatever training kept it i
 state is the state of its own name. A state with one element where the parameter has a shape
 (``step``) is a scalar.
 
-DCP does not say which names are tied, frozen or buffers. Two names at one place are tied (reshard
-writes ties so). A tensor that no group trains is a buffer when it is not floating point; else it
-may be either, and is called a buffer, which is said (`--frozen` states otherwise).
+DCP does not say which names are tied, frozen or buffers. Equal tensors at one place are tied (see
+`sharing`; reshard writes ties so). A tensor that no group trains is a buffer when it is not
+floating point; else it may be either, and is called a buffer, which is said (`--frozen` states
+otherwise).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from reshard.formats.dcp.chunks import ChunkMaps, DataFiles
 from reshard.formats.dcp.groups import Group, read_groups
 from reshard.formats.dcp.index import METADATA, Index, TensorEntry
 from reshard.formats.dcp.metadata import read_index
+from reshard.formats.dcp.sharing import find_aliases, require_own_places
 from reshard.formats.dcp.tree import (
     Keys,
     Optimizer,
@@ -52,6 +54,7 @@ from reshard.formats.torch_archive import read_scalar, short_repr
 
 FP32 = "fp32"
 _LISTED = 3
+_MOST_STEPS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,19 +195,26 @@ class _Reading:
         return _Sorted(model, optimizer, groups, trained)
 
     def _aliases(self, found: _Sorted) -> dict[str, str]:
-        """Names whose chunks lie at the same places; the owner is the one that is trained."""
-        by_places: dict[object, list[str]] = {}
-        for name, entry in found.model.items():
-            tensor = self.index.tensors[entry]
-            places = {self.index.places.get((entry, chunk.offsets)) for chunk in tensor.chunks}
-            shared = not places.intersection((None,)) and tensor.chunks
-            key = (frozenset(places), tensor.chunks) if shared else entry
-            by_places.setdefault(key, []).append(name)
-        aliases = {}
-        for names in by_places.values():
-            owner = next((name for name in names if name in found.trained), names[0])
-            aliases.update({name: owner for name in names if name != owner})
+        """Tied names, after which no two other entries may lie at one place."""
+        aliases = find_aliases(self.index, found.model, found.trained)
+        tied = {found.model[alias]: found.model[owner] for alias, owner in aliases.items()}
+        require_own_places(self.index, tied, frozenset(self._values_of(found)))
         return aliases
+
+    def _values_of(self, found: _Sorted) -> Iterator[str]:
+        """Entries of the optimizer that are settings or numbers."""
+        if found.optimizer is None:
+            return
+        yield from found.optimizer.settings.values()
+        for state in found.optimizer.states:
+            tensor = self.index.tensors.get(state.entry)
+            if tensor is not None and self._is_number(found, state, tensor):
+                yield state.entry
+
+    def _is_number(self, found: _Sorted, state: StateEntry, tensor: TensorEntry) -> bool:
+        """Whether a state has one element where the parameter has a shape, or counts."""
+        parameter = self.index.tensors[found.model[state.name]]
+        return tensor.shape == () and (parameter.shape != () or _counts(state.state))
 
     def _role(self, name: str, found: _Sorted, carried: Carried) -> Role:
         if name in found.trained:
@@ -231,15 +241,15 @@ class _Reading:
             value = self._value(state.entry)
             if not isinstance(value.value, (int, float)):
                 raise value.unexpected("a number")
-            found.scalars[key] = Scalar(value.value, None, state.entry)
+            scalar = Scalar(value.value, None, state.entry)
+            found.scalars[key] = _require_count(scalar, key, value.file)
             return
         parameter = self.index.tensors[found.model[state.name]]
-        if tensor.shape == ():
-            found.scalars[key] = self._scalar(state.entry, tensor)
-        if tensor.shape == parameter.shape and (tensor.shape or not _counts(state.state)):
-            found.scalars.pop(key, None)
+        if self._is_number(found, state, tensor):
+            found.scalars[key] = self._scalar(key, state.entry, tensor)
+        elif tensor.shape == parameter.shape:
             found.tensors[key] = self._tensor(*key, state.entry, Role.PARAMETER)
-        elif tensor.shape != ():
+        else:
             raise CheckpointError(
                 "a state has another shape than its parameter",
                 file=self.index.file,
@@ -250,10 +260,11 @@ class _Reading:
                 next_step="leave it out with --states",
             )
 
-    def _scalar(self, entry: str, tensor: TensorEntry) -> Scalar:
+    def _scalar(self, key: TensorKey, entry: str, tensor: TensorEntry) -> Scalar:
         self.maps.locate(entry, tensor)
         record, archive = self.maps.record(entry, tensor, tensor.chunks[0])
-        return Scalar(read_scalar(archive, record), tensor.dtype, entry)
+        scalar = Scalar(read_scalar(archive, record), tensor.dtype, entry)
+        return _require_count(scalar, key, archive.path)
 
     def _value(self, entry: str) -> Cursor:
         """The value of an object; of a tensor, its record."""
@@ -357,6 +368,25 @@ def model_file(
 def _counts(state: str) -> bool:
     """Whether a state is a number even for a parameter that is a number itself."""
     return state == "step"
+
+
+def _require_count(scalar: Scalar, key: TensorKey, file: str) -> Scalar:
+    """Refuse a count of steps that is none; other numbers may be whatever they are."""
+    name, state = key
+    value = scalar.value
+    whole = isinstance(value, int) or value.is_integer()
+    counted = whole and not isinstance(value, bool) and 0 <= value < _MOST_STEPS
+    if _counts(state) and not counted:
+        raise CheckpointError(
+            "a step is no count",
+            file=file,
+            parameter=name,
+            state=state,
+            expected="a whole number from 0 to 2**63 - 1",
+            found=short_repr(value),
+            next_step="the file was changed or is damaged; take another checkpoint",
+        )
+    return scalar
 
 
 def _listing(names: Sequence[str]) -> str:

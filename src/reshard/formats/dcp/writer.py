@@ -46,7 +46,7 @@ def lay_out_dcp(checkpoint: Checkpoint, *, options: DcpOptions) -> Target:
     Raises
     ------
     CheckpointError
-        Two entries would have one name, or a state has no place.
+        Two entries would have one name, a name is no text, or a state has no place.
     """
     settings = settings_of(checkpoint, options.adam)
     out = _Output(checkpoint, options, settings)
@@ -119,6 +119,13 @@ class _Output:
 
     def _named(self, path: Path) -> str:
         entry = ".".join(map(str, path))
+        if any("\ud800" <= character <= "\udfff" for character in entry):
+            raise CheckpointError(
+                "a name cannot stand in a DCP folder",
+                parameter=repr(entry),
+                found="a lone surrogate, which is no text",
+                next_step="leave it out with --exclude",
+            )
         if entry in self.paths:
             raise CheckpointError(
                 "two entries would have one name",
