@@ -13,10 +13,10 @@ import torch
 
 from reshard.errors import CheckpointError, LayoutError, UsageError
 from reshard.execution import execute
-from reshard.execution.manifest import MANIFEST_NAME
 from reshard.formats.deepspeed import annotate
 from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
 from reshard.formats.folders import resolve_folder
+from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.stated_layouts import StatedLayouts
 from reshard.planning import plan
 from tests.formats.edited import (

@@ -19,10 +19,11 @@ from reshard.execution.compare import (
 from reshard.execution.crew import Progress
 from reshard.execution.destination import disk_needed
 from reshard.execution.execute import Report, execute
-from reshard.execution.manifest import MANIFEST_NAME, read_manifest
+from reshard.execution.manifest import read_manifest
 from reshard.execution.probe import measured_rate
 from reshard.execution.replicas import ReplicaFinding
 from reshard.execution.staging import staging_path
+from reshard.formats.manifest import MANIFEST_NAME
 
 __all__ = [
     "DEFAULT_MAX_MEMORY",

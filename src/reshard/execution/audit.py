@@ -13,12 +13,12 @@ from pathlib import Path
 
 import xxhash
 
-from reshard.errors import ArchiveError
 from reshard.execution.buffers import Workspace, workspaces
 from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES, digest_of
-from reshard.execution.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, read_manifest
+from reshard.execution.manifest import read_manifest
 from reshard.execution.output import gaps_of
+from reshard.formats.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, malformed
 
 _WORDS = {
     "missing": "a file that is missing",
@@ -103,9 +103,7 @@ def changes_in(root: Path, crew: Crew) -> tuple[Change, ...]:
     parts: dict[str, list[ManifestPart]] = {}
     for part in manifest.parts:
         if part.file not in known:
-            raise ArchiveError(
-                "the manifest is malformed", file=root / MANIFEST_NAME, found=part.file
-            )
+            raise malformed(root / MANIFEST_NAME, "a tensor in a file that is listed", part.file)
         parts.setdefault(part.file, []).append(part)
     changes: list[Change] = list(_extra_files(root, known))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import OutputError
-from reshard.execution.manifest import MANIFEST_NAME
 from reshard.execution.staging import exists_error
+from reshard.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

@@ -36,7 +36,7 @@ from reshard.execution.durable import SYNC_THREADS, sync_file, sync_folder
 from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.journal import Identity, Journal, JournalContent, Records
-from reshard.execution.manifest import MANIFEST_NAME, manifest_text, read_manifest
+from reshard.execution.manifest import manifest_text, read_manifest
 from reshard.execution.output import Builder, Output, output_error
 from reshard.execution.queue import FileQueue
 from reshard.execution.refusal import FirstMismatch
@@ -44,6 +44,7 @@ from reshard.execution.replicas import ReplicaFinding, joined_findings
 from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging
+from reshard.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

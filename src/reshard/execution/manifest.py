@@ -18,40 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ArchiveError, MissingFileError
 from reshard.execution.digests import DIGEST_NAME
 from reshard.execution.replicas import ReplicaFinding
+from reshard.formats.manifest import (
+    MANIFEST_FORMAT,
+    MANIFEST_NAME,
+    MANIFEST_VERSION,
+    ManifestFile,
+    ManifestPart,
+    entries,
+    is_natural,
+    malformed,
+    manifest_document,
+    manifest_files,
+    manifest_parts,
+)
 
 if TYPE_CHECKING:
     from reshard.execution.journal import Records
     from reshard.planning.plan import Plan
 
-MANIFEST_NAME = "reshard_manifest.json"
-MANIFEST_FORMAT = "reshard-manifest"
-MANIFEST_VERSION = 1
 LARGEST_MAP_PIECES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestPart:
-    """Bytes of one tensor state in one file, and their digest."""
-
-    name: str
-    state: str
-    file: str
-    offset: int
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestFile:
-    """A file: its size, the digest of its bytes outside ``slots``, and its slots."""
-
-    path: str
-    nbytes: int
-    rest: str
-    slots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +112,8 @@ def _pieces(head: Mapping[str, object], sections: Mapping[str, Iterator[object]]
     """A JSON object with one line an entry of the head and of each section."""
     yield "{\n"
     yield "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
-    for number, (key, entries) in enumerate(sections.items()):
-        lines = ",\n".join(json.dumps(entry) for entry in entries)
+    for number, (key, listed) in enumerate(sections.items()):
+        lines = ",\n".join(json.dumps(entry) for entry in listed)
         comma = "," if number + 1 < len(sections) else ""
         yield f"{json.dumps(key)}: [\n{lines}\n]{comma}\n"
     yield "}\n"
@@ -190,49 +177,40 @@ def read_manifest(folder: Path) -> Manifest:
         When it is not one that this version of reshard reads.
     """
     path = folder / MANIFEST_NAME
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise MissingFileError("the folder has no manifest", file=path) from None
-    except ValueError as error:
-        raise ArchiveError("the manifest is not JSON", file=path, found=error) from error
-    try:
-        if content["format"] != MANIFEST_FORMAT or content["version"] != MANIFEST_VERSION:
-            raise ArchiveError(
-                "the manifest is of another version",
-                file=path,
-                expected=f"{MANIFEST_FORMAT} {MANIFEST_VERSION}",
-                found=f"{content['format']} {content['version']}",
-            )
-        return Manifest(
-            tuple(
-                ManifestFile(str(name), int(nbytes), str(rest), tuple((a, b) for a, b in slots))
-                for name, nbytes, rest, slots in content["files"]
-            ),
-            tuple(_part(entry) for entry in content["tensors"]),
-            str(content["plan"]),
-            tuple((str(name), int(size), str(digest)) for name, size, digest in content["sources"]),
-            tuple(_read_finding(entry) for entry in content["replicas"]["differ"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ArchiveError):
-            raise
-        raise ArchiveError("the manifest is malformed", file=path, found=error) from error
-
-
-def _read_finding(entry: Mapping[str, object]) -> ReplicaFinding:
-    name, state, largest = (str(entry[word]) for word in ("name", "state", "largest"))
-    count, first, files = entry["count"], entry["first"], entry["files"]
-    if not (isinstance(count, int) and isinstance(first, int) and isinstance(files, list)):
-        raise TypeError(f"the copies of {name} that differ are malformed")
-    return ReplicaFinding(
-        (name, state), count, first, float(largest), (), tuple(str(file) for file in files)
+    content = manifest_document(path)
+    plan, replicas = content.get("plan"), content.get("replicas")
+    if not isinstance(plan, str) or not isinstance(replicas, dict):
+        raise malformed(path, "a plan and replicas", plan)
+    return Manifest(
+        manifest_files(content, path),
+        manifest_parts(content, path),
+        plan,
+        tuple(_source(entry, path) for entry in entries(content, "sources", path)),
+        tuple(_read_finding(entry, path) for entry in entries(replicas, "differ", path)),
     )
 
 
-def _part(entry: Mapping[str, object]) -> ManifestPart:
-    name, state, file, digest = (str(entry[word]) for word in ("name", "state", "file", "digest"))
-    offset, nbytes = entry["offset"], entry["nbytes"]
-    if not isinstance(offset, int) or not isinstance(nbytes, int):
-        raise TypeError(f"offset and nbytes of {name} are not integers")
-    return ManifestPart(name, state, file, offset, nbytes, digest)
+def _source(entry: object, path: Path) -> tuple[str, int, str]:
+    if isinstance(entry, list) and len(entry) == 3:
+        name, size, digest = entry
+        if isinstance(name, str) and isinstance(digest, str) and is_natural(size):
+            return name, size, digest
+    raise malformed(path, "[name, bytes, digest] of a source", entry)
+
+
+def _read_finding(entry: object, path: Path) -> ReplicaFinding:
+    if not isinstance(entry, dict):
+        raise malformed(path, "an object for copies that differ", entry)
+    words = [entry.get(word) for word in ("name", "state", "largest")]
+    count, first, files = (entry.get(word) for word in ("count", "first", "files"))
+    try:
+        largest = float(str(words[2]))
+    except ValueError:
+        raise malformed(path, "the largest difference of two copies", words[2]) from None
+    if not (isinstance(files, list) and all(isinstance(text, str) for text in (*words, *files))):
+        raise malformed(path, "name, state and files of copies that differ", words[0])
+    if not (is_natural(count) and is_natural(first)):
+        raise malformed(path, "count and first of copies that differ", words[0])
+    return ReplicaFinding(
+        (str(words[0]), str(words[1])), entry["count"], entry["first"], largest, (), tuple(files)
+    )

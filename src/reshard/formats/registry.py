@@ -30,7 +30,7 @@ from reshard.formats.safetensors.files import holds_sets, names_set
 from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
 from reshard.formats.safetensors.writer import lay_out_safetensors
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
-from reshard.formats.survey import Survey, listed_files
+from reshard.formats.survey import Survey, listed_files, with_losses
 from reshard.formats.target import Target
 from reshard.formats.universal.reader import open_universal
 from reshard.formats.universal.survey import survey_universal
@@ -274,10 +274,9 @@ def survey(folder: TagFolder) -> Survey:
     folder
         The tag folder, and where its other ranks are.
     """
-    for entry in FORMATS.values():
-        if entry.recognises(folder):
-            return listed_files(folder) if entry.survey is None else entry.survey(folder)
-    return listed_files(folder)
+    surveys = (entry.survey for entry in FORMATS.values() if entry.recognises(folder))
+    look = next(surveys, None) or listed_files
+    return with_losses(look(folder), folder)
 
 
 def annotated(

@@ -10,7 +10,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from typing import TypeVar
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Problem, Topology
 from reshard.formats.folders import TagFolder
+from reshard.formats.manifest import MANIFEST_NAME, lost_files
 from reshard.formats.torch_archive import Archive, read_archive
 
 AGAIN = "copy it again from where it was written"
@@ -127,6 +128,21 @@ def listed_files(folder: TagFolder) -> Survey:
             for path in paths
         )
     )
+
+
+def with_losses(survey: Survey, folder: TagFolder) -> Survey:
+    """Return a survey with the files that the manifest of the folder lists and are not there."""
+    findings = Findings(list(survey.problems))
+    lost = findings.opened(folder.path / MANIFEST_NAME, lambda _: lost_files(folder))
+    missed = {file.file for file in survey.files if file.presence is Presence.MISSING}
+    files = list(survey.files)
+    for loss in lost or ():
+        error = loss.error(folder.path)
+        if error.file is not None and error.file not in missed:
+            findings.problems.append(problem_of(error))
+            files.append(RankFile("listed file", None, None, Presence.MISSING, error.file))
+    whole = survey.whole and lost == ()
+    return replace(survey, files=tuple(files), problems=tuple(findings.problems), whole=whole)
 
 
 def problem_of(error: ReshardError, file: str = "") -> Problem:

@@ -46,6 +46,7 @@ from reshard.formats.deepspeed.tensor_parallel import GovernedMap, parameter_sha
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import Layouts, Shape
+from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.parsing import Cursor
 from reshard.formats.patterns import exact, literal_name
 from reshard.formats.stated_layouts import StatedLayouts
@@ -63,9 +64,6 @@ POINTER = "latest"
 INFO = "universal_checkpoint_info"
 
 VOCABULARY = "vocabulary_parameter_patterns"
-
-MANIFEST = "reshard_manifest.json"
-"""What an earlier run of reshard left in the folder; the new output has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ def _all_files(folder: TagFolder) -> Iterator[tuple[str, Path]]:
             for name in sorted(names):
                 path = Path(parent, name)
                 inside = path.relative_to(top).as_posix()
-                if inside not in seen and inside != MANIFEST:
+                if inside not in seen and inside != MANIFEST_NAME:
                     seen.add(inside)
                     yield inside, path
 

@@ -25,8 +25,9 @@ from reshard.formats.checkpoint import (
     Topology,
 )
 from reshard.formats.folders import TagFolder
+from reshard.formats.manifest import require_files
 from reshard.formats.model_dtypes import MODULE_EXTRA
-from reshard.formats.safetensors.files import FileSet, file_sets
+from reshard.formats.safetensors.files import SUFFIX, FileSet, file_sets, names_set
 from reshard.formats.safetensors.header import Entry, Header, read_header
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
@@ -47,7 +48,7 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
     Raises
     ------
     MissingFileError
-        A file is missing.
+        A file is missing, of a set or of those that the manifest lists.
     CheckpointError
         An index and its files contradict each other, or two sets hold the same state.
     ArchiveError
@@ -55,6 +56,8 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
     UnsupportedError
         A tensor has an element type that is not known here.
     """
+    if not names_set(folder):
+        require_files(folder, SUFFIX)
     sets = file_sets(folder)
     tensors: dict[TensorKey, StoredTensor] = {}
     files: list[SourceFile] = []

@@ -9,7 +9,7 @@ file knows. `step.pt` holds a number or a 0-dimensional tensor. What is not a pa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from reshard.formats.checkpoint import (
 )
 from reshard.formats.folders import TagFolder
 from reshard.formats.loss_scale import effective_settings
+from reshard.formats.manifest import require_files
 from reshard.formats.model_keys import (
     CARRIED,
     OF_THE_PARTITIONS,
@@ -44,6 +45,7 @@ from reshard.formats.torch_archive import (
     read_scalar,
     same_value,
 )
+from reshard.formats.universal.completeness import require_parameters, uneven_states
 from reshard.formats.universal.names import OPTIMIZER_STATE, STEP, ZERO
 from reshard.formats.universal.writer import LAYERS, SCALARS
 from reshard.layouts.builders import replicated_map
@@ -55,8 +57,18 @@ _MODEL_PREFIXES = ("mp_rank_", "zero_pp_rank_0_mp_rank_")
 
 
 def open_universal(folder: TagFolder) -> Checkpoint:
-    """Open a universal folder."""
-    model = _model_file(folder.path)
+    """Open a universal folder.
+
+    Raises
+    ------
+    MissingFileError
+        A file is missing that the manifest lists, or a parameter that the model-state files list.
+    CheckpointError, ArchiveError
+        A file is damaged or hostile, or files contradict each other.
+    """
+    require_files(folder)
+    models = _models(folder.path)
+    model = models[0] if models else None
     optimizer = _optimizer_file(folder.path)
     shapes = _full_shapes(model)
     aliases = {a: o.text() for a, o in _entries(model.maybe("shared_params"))} if model else {}
@@ -76,6 +88,10 @@ def open_universal(folder: TagFolder) -> Checkpoint:
                 name, state, archive, shapes.get(name), _role(name, model)
             )
             restore_keys.setdefault(name, _restore_keys(archive))
+    held: dict[str, set[str]] = {}
+    for name, state in tensors:
+        held.setdefault(name, set()).add(state)
+    require_parameters(folder.path / ZERO, models, held, aliases)
     if optimizer is not None:
         scalars |= _other_scalars(optimizer)
     return Checkpoint(
@@ -85,10 +101,13 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         tensors=tensors,
         scalars=scalars,
         aliases=aliases,
-        extras=_extras(model, optimizer, folder.path) | _kept(restore_keys),
+        extras=_extras(models, optimizer) | _kept(restore_keys),
         versions=_versions(model),
         files=tuple(files) + _other_files(folder.path),
-        problems=tuple(_problems(folder.path, tensors)),
+        problems=(
+            *_problems(folder.path, tensors),
+            *uneven_states(folder.path / ZERO, models, held),
+        ),
     )
 
 
@@ -115,11 +134,11 @@ def _model_paths(folder: Path) -> list[Path]:
     ]
 
 
-def _model_file(folder: Path) -> Cursor | None:
+def _models(folder: Path) -> list[Cursor]:
+    """One model-state file of each model-parallel rank, ranks ascending."""
     paths = _model_paths(folder)
-    if not paths:
-        return None
-    return Cursor(read_archive(str(paths[0])).root, str(paths[0]))
+    first = [path for path in paths if path.name.startswith(_MODEL_PREFIXES[0])]
+    return [Cursor(read_archive(str(path)).root, str(path)) for path in first or paths]
 
 
 def _optimizer_file(folder: Path) -> Archive | None:
@@ -277,8 +296,8 @@ def _versions(model: Cursor | None) -> dict[str, str]:
     return {"deepspeed": version.text()} if version else {}
 
 
-def _extras(model: Cursor | None, optimizer: Archive | None, folder: Path) -> dict[str, Extra]:
-    extras = {} if model is None else _model_extras(model, folder)
+def _extras(models: Sequence[Cursor], optimizer: Archive | None) -> dict[str, Extra]:
+    extras = _model_extras(models) if models else {}
     if optimizer is not None:
         root = text_keyed(optimizer.root)
         groups = Cursor(root, optimizer.path).maybe("param_groups")
@@ -296,11 +315,12 @@ def _extras(model: Cursor | None, optimizer: Archive | None, folder: Path) -> di
     return extras
 
 
-def _model_extras(model: Cursor, folder: Path) -> dict[str, Extra]:
+def _model_extras(models: Sequence[Cursor]) -> dict[str, Extra]:
+    model = models[0]
     root = text_keyed(model.value)
     extras = {key: Extra(root[key], model.file) for key in CARRIED if root.get(key) is not None}
     extras["client_state"] = Extra(client_state(root), model.file)
-    extras["model_files"] = Extra(_passed_through(folder))
+    extras["model_files"] = Extra(_passed_through(models))
     groups = model.maybe("param_shapes")
     if groups is not None and isinstance(groups.value, (list, tuple)):
         names = [[name for name, _ in group.named()] for group in groups.each()]
@@ -308,8 +328,6 @@ def _model_extras(model: Cursor, folder: Path) -> dict[str, Extra]:
     return extras
 
 
-def _passed_through(folder: Path) -> list[dict[str, object]]:
+def _passed_through(models: Iterable[Cursor]) -> list[dict[str, object]]:
     """What each model-parallel rank's file says beside the model, ranks ascending."""
-    first = [path for path in _model_paths(folder) if path.name.startswith("mp_rank_")]
-    roots = [read_archive(str(path)).root for path in first or _model_paths(folder)]
-    return [passed_through(text_keyed(root)) for root in roots]
+    return [passed_through(text_keyed(model.value)) for model in models]

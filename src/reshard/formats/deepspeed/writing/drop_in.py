@@ -25,6 +25,7 @@ from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.writer import POINTER, lay_out_deepspeed
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.folders import holds_checkpoint
+from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.layouts.builders import replicated_map
 
@@ -34,7 +35,7 @@ FILE_STATE = "file"
 RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
 """RNG states, one a process (``transformers.Trainer``)."""
 
-NOT_CARRIED = frozenset((POINTER, "reshard_manifest.json"))
+NOT_CARRIED = frozenset((POINTER, MANIFEST_NAME))
 """Files that the output has of its own."""
 
 BYTE = DTYPES["uint8"]

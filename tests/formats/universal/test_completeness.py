@@ -1,0 +1,191 @@
+"""A universal folder is its own index: what it lost is found by what else lists it, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard import api
+from reshard.errors import ArchiveError, MissingFileError, OutputError, ReshardError
+from tests.truth import GOLDEN
+
+SOURCE = GOLDEN / "odd_z1_dp2_fp32" / "ckpt"
+MANIFEST = "reshard_manifest.json"
+FIX = "copy the file again, convert again, or remove the manifest if the folder was written anew"
+LISTED = "a file is missing that the manifest of the folder lists"
+REMEDY = "remove it to read the folder without it; then nothing says whether a file is missing"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A universal folder, written by reshard."""
+    reshard.convert(SOURCE, tmp_path / "u", to="universal")
+    return tmp_path / "u"
+
+
+def refusal(folder: Path) -> ReshardError:
+    """How a folder is refused, the same by every verb that reads it."""
+    with pytest.raises(ReshardError) as found:
+        reshard.open_checkpoint(folder)
+    for to in ("dcp", "safetensors"):
+        out = folder.parent / f"out_{to}"
+        with pytest.raises(type(found.value)) as again:
+            reshard.convert(folder, out, to=to)
+        assert (str(again.value), out.exists()) == (str(found.value), False)
+    return found.value
+
+
+def test_a_whole_folder_is_healthy(folder: Path) -> None:
+    assert api.diagnose(folder).healthy
+
+
+class TestWithAManifest:
+    def test_a_lost_parameter(self, folder: Path) -> None:
+        shutil.rmtree(folder / "zero" / "embed.weight")
+        error = refusal(folder)
+        assert type(error) is MissingFileError
+        assert str(error) == (
+            f"{LISTED}: {folder}/zero/embed.weight/fp32.pt, parameter embed.weight, state fp32: "
+            f"found 4 files missing; next: {FIX}"
+        )
+
+    def test_the_doctor_lists_every_file(self, folder: Path) -> None:
+        shutil.rmtree(folder / "zero" / "embed.weight")
+        faults = api.diagnose(folder).faults
+        lost = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"]
+        assert [(fault.what, fault.file) for fault in faults] == [
+            (LISTED, f"{folder}/zero/embed.weight/{name}") for name in lost
+        ]
+        assert [fault.parameter for fault in faults] == ["embed.weight"] * 3 + [""]
+
+    @pytest.mark.parametrize(
+        ("lost", "where"),
+        [
+            ("zero/embed.weight/exp_avg.pt", ", parameter embed.weight, state exp_avg"),
+            ("zero/embed.weight/step.pt", ""),
+            ("zero/gate/fp32.pt", ", parameter gate, state fp32"),
+            ("zero/optimizer_state.pt", ""),
+            ("mp_rank_00_model_states.pt", ""),
+        ],
+    )
+    def test_one_lost_file(self, folder: Path, lost: str, where: str) -> None:
+        (folder / lost).unlink()
+        assert str(refusal(folder)) == (
+            f"{LISTED}: {folder}/{lost}{where}: found 1 file missing; next: {FIX}"
+        )
+        assert [fault.file for fault in api.diagnose(folder).faults] == [f"{folder}/{lost}"]
+
+    def test_a_narrowed_output_lists_only_what_it_holds(self, tmp_path: Path) -> None:
+        reshard.convert(SOURCE, tmp_path / "n", to="universal", include=["*.bias"])
+        assert api.diagnose(tmp_path / "n").healthy
+        assert set(reshard.open_checkpoint(tmp_path / "n").names) == {
+            "down.bias",
+            "head.bias",
+            "norm.bias",
+            "up.bias",
+        }
+
+    def test_a_lost_set_of_another_state(self, tmp_path: Path) -> None:
+        out = tmp_path / "s"
+        reshard.convert(SOURCE, out, to="safetensors", states=["fp32", "exp_avg"])
+        lost = next(path for path in out.glob("*.safetensors") if "exp_avg" in path.name)
+        lost.unlink()
+        with pytest.raises(MissingFileError, match=LISTED) as found:
+            reshard.open_checkpoint(out)
+        assert (found.value.file, found.value.state) == (str(lost), "exp_avg")
+
+
+class TestWithoutAManifest:
+    """As in a folder by DeepSpeed's converter."""
+
+    @pytest.fixture
+    def bare(self, folder: Path) -> Path:
+        (folder / MANIFEST).unlink()
+        return folder
+
+    @pytest.mark.parametrize("file", ["", "fp32.pt"])
+    def test_a_lost_parameter(self, bare: Path, file: str) -> None:
+        lost = bare / "zero" / "embed.weight" / file
+        lost.unlink() if file else shutil.rmtree(lost)
+        said = "a parameter is missing that the model-state file mp_rank_00_model_states.pt lists"
+        error = refusal(bare)
+        assert type(error) is MissingFileError
+        assert str(error) == (
+            f"{said}: {bare}/zero/embed.weight/fp32.pt, parameter embed.weight: "
+            "expected 9 parameters, found all but 1; "
+            "next: copy its folder again, or convert again"
+        )
+        assert [fault.parameter for fault in api.diagnose(bare).faults] == ["embed.weight"]
+
+    def test_a_lost_state_is_told(self, bare: Path) -> None:
+        (bare / "zero" / "embed.weight" / "exp_avg.pt").unlink()
+        assert [str(note) for note in reshard.open_checkpoint(bare).problems] == [
+            f"no exp_avg, which other parameters have: {bare}/zero, embed.weight"
+        ]
+
+    def test_without_loss_it_is_read(self, bare: Path) -> None:
+        assert api.diagnose(bare).healthy
+
+
+def head(**entries: object) -> str:
+    """A manifest with these entries, else sound and empty."""
+    sound = {"format": "reshard-manifest", "version": 1, "files": [], "tensors": []}
+    return json.dumps(sound | entries)
+
+
+UNSOUND = [
+    ("", "the manifest is not JSON", None, "Expecting value: line 1 column 1 (char 0)"),
+    ("NaN", "the manifest is not JSON", None, "NaN is no JSON"),
+    ("[" * 100_000, "the manifest is not JSON", None, "brackets nested too deep"),
+    ("[]", "the manifest is no JSON object", None, "a list of 0"),
+    ("null", "the manifest is no JSON object", None, "null"),
+    ("{}", "the manifest is of another version", "reshard-manifest 1", "null null"),
+    (
+        head(version=True),
+        "the manifest is of another version",
+        "reshard-manifest 1",
+        '"reshard-manifest" true',
+    ),
+    (head(files=None), "the manifest is malformed", "a list of files", "null"),
+    (
+        head(files=[["../a", 1, "x", []]]),
+        "the manifest is malformed",
+        "[path, bytes, digest, slots] of a file",
+        '"../a"',
+    ),
+    (
+        head(files=[["a", 1, "x", [[0, 1.5]]]]),
+        "the manifest is malformed",
+        "[offset, bytes] of the slots of a",
+        "a list of 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "what", "expected", "found"), UNSOUND)
+def test_an_unsound_manifest(
+    folder: Path, text: str, what: str, expected: str | None, found: str
+) -> None:
+    (folder / MANIFEST).write_text(text)
+    for act in (reshard.open_checkpoint, lambda path: reshard.verify(SOURCE, path)):
+        verb: Callable[[Path], object] = act
+        with pytest.raises(ArchiveError) as refused:
+            verb(folder)
+        error = refused.value
+        assert (error.what, error.file) == (what, str(folder / MANIFEST))
+        assert (error.expected, error.found, error.next_step) == (expected, found, REMEDY)
+    said = [(fault.file, fault.next_step) for fault in api.diagnose(folder).faults]
+    assert said == [(str(folder / MANIFEST), REMEDY)]
+
+
+def test_a_hostile_manifest_and_resume(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[" * 100_000)
+    before = sorted(path.name for path in folder.parent.iterdir())
+    with pytest.raises(OutputError, match="the output exists already"):
+        reshard.convert(SOURCE, folder, to="universal", resume=True)
+    assert sorted(path.name for path in folder.parent.iterdir()) == before
