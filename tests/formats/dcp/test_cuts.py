@@ -7,6 +7,7 @@ import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from time import process_time
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from reshard.errors import CheckpointError
+from reshard.formats.dcp.chunks import require_whole
+from reshard.formats.dcp.index import Chunk, TensorEntry
+from reshard.formats.dtypes import DTYPES
 from tests.formats.dcp.folders import elements, opened
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -133,3 +137,20 @@ def test_a_box_that_reaches_into_another_is_refused(
     overlap = bool((count > 1).any())
     expected = "two chunks hold the same elements" if overlap else "chunks are missing"
     assert caught.value.what.startswith(expected)
+
+
+def test_columns_by_the_ten_thousand_are_compared_in_no_time() -> None:
+    """All meet along dim 0, so comparing each with each would take a quarter of a minute."""
+    count = 30_000
+    chunks = [Chunk((0, at), (4, 1)) for at in range(count)]
+    entry = TensorEntry(DTYPES["float32"], (4, count), tuple(chunks))
+    before = process_time()
+    require_whole("w", entry, chunks, Path("CKPT"))
+    assert process_time() - before < 5
+    chunks[20_000] = Chunk((3, 19_999), (1, 2))
+    with pytest.raises(CheckpointError) as caught:
+        require_whole("w", entry, chunks, Path("CKPT"))
+    assert str(caught.value) == (
+        "two chunks hold the same elements: CKPT, parameter w: found [0:4, 19999:20000] and "
+        "[3:4, 19999:20001]; next: the index is of two saves; take another checkpoint"
+    )
