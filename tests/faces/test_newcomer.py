@@ -266,6 +266,15 @@ def test_one_text_is_a_list_of_one(sample: Checkpoint) -> None:
         ({"max_memory": "lots"}, "not a size: found 'lots'"),
         ({"max_memory": 1.5}, "max_memory is not a size: expected a whole number of bytes, or a "),
         ({"max_memory": True}, "max_memory is not a size: "),
+        (
+            {"max_memory": 10**400},
+            "max_memory is not a size: expected a whole number of bytes, or ",
+        ),
+        ({"max_memory": "9" * 400}, "not a size: found '999"),
+        ({"max_memory": "9" * 39}, "not a size: found '999"),
+        ({"workers": "2"}, "workers is not a whole number: found '2'"),
+        ({"workers": True}, "workers is not a whole number: found True"),
+        ({"workers": 10**400}, "workers is not a whole number: found a number beyond 2^63"),
     ],
 )
 def test_other_arguments_are_refused_before_anything_is_read(
@@ -275,6 +284,36 @@ def test_other_arguments_are_refused_before_anything_is_read(
         api.convert(sample.path, tmp_path / "out", **arguments)
     assert str(caught.value).startswith(line)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("destination", "found"), [("a\0b", "'a\\x00b'"), (5, "5"), (b"out", "b'out'")]
+)
+def test_what_is_no_path_is_no_output(destination: Any, found: str, sample: Checkpoint) -> None:
+    with pytest.raises(UsageError) as caught:
+        api.convert(sample.path, destination)
+    assert str(caught.value) == f"the output is not a path: found {found}"
+    with pytest.raises(UsageError) as caught:
+        api.annotate(EXAMPLE, destination)
+    assert str(caught.value) == f"the output is not a path: found {found}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"dtype": 5}, "dtype is not a text: expected one text, found 5"),
+        ({"names": 5}, "names is not a list of texts: expected texts, or one text, found 5"),
+        ({"state": 5}, "state is not a text: expected one text, found 5"),
+        ({"workers": "2"}, "workers is not a whole number: found '2'"),
+        ({"max_memory": None}, "max_memory is not a size: expected a whole number of bytes, or a "),
+    ],
+)
+def test_reading_refuses_other_arguments(
+    arguments: dict[str, Any], line: str, sample: Checkpoint
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        api.read(sample.path, **arguments)
+    assert str(caught.value).startswith(line)
 
 
 def test_a_cap_may_be_a_text(sample: Checkpoint, tmp_path: Path) -> None:

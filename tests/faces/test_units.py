@@ -49,7 +49,11 @@ def test_sizes_are_understood(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "-1", "0", "0.0001k", "MB", "1XB", "1i", "1 2", "1e9", "½GB"])
+NO_SIZES = ["", "-1", "0", "0.0001k", "MB", "1XB", "1i", "1 2", "1e9", "½GB"]
+BEYOND = ["9" * 400, "9" * 5000, "9223372036854775808", "9" * 40 + "PiB"]
+
+
+@pytest.mark.parametrize("text", NO_SIZES + BEYOND)
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="write it like 512MB"):
         parse_bytes(text)

@@ -217,6 +217,21 @@ def test_maps_of_tensors_of_different_sizes_do_not_compose() -> None:
         follow(compose(other, other), compose(halves(), halves()))
 
 
+@pytest.mark.parametrize(
+    ("pair", "line"),
+    [
+        ((1, 2), "the target is no map: expected a ParamAffineMap, found 1"),
+        ((None, []), "the target is no map: expected a ParamAffineMap, found None"),
+    ],
+)
+def test_what_is_no_map_does_not_compose(pair: Any, line: str) -> None:
+    with pytest.raises(CompositionError) as caught:
+        compose(*pair)
+    assert str(caught.value) == line
+    with pytest.raises(CompositionError, match="the source is no map"):
+        compose(halves(), pair[1])
+
+
 def test_a_policy_that_names_a_rank_without_the_element_is_refused() -> None:
     with pytest.raises(CompositionError) as refused:
         compose(halves(), halves(replicated=True), choose=lambda *_: 7)

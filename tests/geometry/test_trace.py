@@ -122,3 +122,9 @@ def test_what_is_not_a_view_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(TraceError, match=said) as refused:
         trace_map(guarded, (6, 4), range(3))
     assert refused.value.rank == 2
+
+
+def test_without_ranks_there_is_no_map() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace_map(lambda full, rank: full[rank:], (4,), [])
+    assert str(caught.value) == "there is no rank to call the partition function for"

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import fspath
 
-from reshard.api.arguments import paths_of, size_of
-from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.arguments import destination_of, paths_of, size_of, workers_of
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.pointing import named_by
 from reshard.execution import execute
-from reshard.execution.destination import check_apart, check_free, check_names, resolved
+from reshard.execution.destination import check_apart, check_free, check_names
 from reshard.formats import registry
 from reshard.planning import plan
 
@@ -81,7 +81,7 @@ def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the comm
     """
     memory = size_of(max_memory)
     open_checkpoint(source, also=also, layout=layout)
-    final = resolved(destination)
+    final = destination_of(destination)
     made = registry.annotated(
         fspath(source),
         tag=final.name,
@@ -106,7 +106,7 @@ def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the comm
     execute(
         job,
         final,
-        workers=workers if workers is not None else default_workers(),
+        workers=workers_of(workers),
         max_memory=memory,
         fsync=fsync,
         resume=resume,

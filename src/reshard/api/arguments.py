@@ -11,14 +11,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
+from reshard.api.budgets import default_workers
 from reshard.errors import UsageError
+from reshard.execution.destination import resolved
 
 _FACTORS = {
     "": 1,
     **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgtp")},
     **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgtp")},
 }
+LARGEST = 1 << 63
+"""No size is as large: nothing addresses it."""
+
+_MOST_DIGITS = 40
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?i?)b?\s*", re.IGNORECASE)
 
 
@@ -28,7 +35,7 @@ def parse_bytes(text: str) -> int:
     Raises
     ------
     UsageError
-        The text is not a size, or is less than one byte.
+        The text is not a size, or is less than one byte or 2^63 and more.
 
     Examples
     --------
@@ -37,12 +44,33 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
-    nbytes = int(float(match.group(1)) * factor) if match and factor else 0
-    if nbytes < 1:
-        raise UsageError(
-            "not a size", found=repr(text), next_step="write it like 512MB, 2GiB or 1000000000"
-        )
+    if match is None or not factor or not _is_few(match.group(1)):
+        raise _no_size(text)
+    nbytes = int(float(match.group(1)) * factor)
+    if not 1 <= nbytes < LARGEST:
+        raise _no_size(text)
     return nbytes
+
+
+def _is_few(digits: str) -> bool:
+    """Whether a number is short enough to be one that somebody meant."""
+    return len(digits) <= _MOST_DIGITS
+
+
+def _no_size(text: str) -> UsageError:
+    return UsageError(
+        "not a size",
+        found=_shown(text),
+        next_step="write it like 512MB, 2GiB or 1000000000",
+    )
+
+
+def _shown(value: object) -> str:
+    """What was given, cut to what a line can hold; a number of any length is not written out."""
+    if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        return "a number beyond 2^63"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def size_of(value: object) -> int:
@@ -60,13 +88,72 @@ def size_of(value: object) -> int:
     """
     if isinstance(value, str):
         return parse_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value < LARGEST:
         return value
     raise UsageError(
         "max_memory is not a size",
         expected="a whole number of bytes, or a text like '512MB'",
-        found=repr(value),
+        found=_shown(value),
     )
+
+
+def workers_of(value: object) -> int:
+    """Return a number of workers; one a CPU where none is given.
+
+    Raises
+    ------
+    UsageError
+        It is no whole number.
+
+    Examples
+    --------
+    >>> workers_of(3)
+    3
+    """
+    if value is None:
+        return default_workers()
+    if isinstance(value, int) and not isinstance(value, bool) and value < LARGEST:
+        return value
+    raise UsageError("workers is not a whole number", found=_shown(value))
+
+
+def text_of(what: str, value: object) -> str:
+    """Return a text.
+
+    Raises
+    ------
+    UsageError
+        It is something else.
+
+    Examples
+    --------
+    >>> text_of("state", "fp32")
+    'fp32'
+    """
+    if isinstance(value, str):
+        return value
+    raise UsageError(f"{what} is not a text", expected="one text", found=_shown(value))
+
+
+def destination_of(value: object) -> Path:
+    """Return the folder to write, absolute.
+
+    Raises
+    ------
+    UsageError
+        It is no path, or has a NUL in it, which no path can have.
+
+    Examples
+    --------
+    >>> destination_of("/tmp/a/../b").name
+    'b'
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError("the output is not a path", found=_shown(value))
+    text = os.fspath(value)
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError("the output is not a path", found=_shown(text))
+    return resolved(text)
 
 
 def texts_of(what: str, value: object) -> tuple[str, ...]:

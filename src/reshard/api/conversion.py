@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reshard.api.arguments import paths_of, size_of
-from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.arguments import destination_of, paths_of, size_of, workers_of
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.pointing import pointed_to
@@ -31,7 +31,7 @@ from reshard.execution import (
     measured_rate,
     sizes_for,
 )
-from reshard.execution.destination import check_apart, check_free, check_names, resolved
+from reshard.execution.destination import check_apart, check_free, check_names
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
@@ -190,14 +190,14 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     """
     start = time.perf_counter()
     memory = size_of(max_memory)
-    final, states = resolved(destination), states or writer_of(to).states
+    final, states = destination_of(destination), states or writer_of(to).states
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, whole, to)
     complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
-    threads = workers if workers is not None else default_workers()
+    threads = workers_of(workers)
     report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)

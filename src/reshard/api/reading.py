@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, default_workers
+from reshard.api.arguments import size_of, text_of, texts_of, workers_of
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
 from reshard.execution.reading import read_tensors
@@ -76,14 +77,15 @@ def read(
         if isinstance(source, Checkpoint)
         else open_checkpoint(source, also=also, layout=layout)
     )
-    patterns = (names,) if isinstance(names, str) else tuple(names)
-    chosen = select(checkpoint, include=patterns, states=(state,))
+    patterns, states = texts_of("names", names), (text_of("state", state),)
+    kept = None if dtype is None else spelled_dtype(text_of("dtype", dtype))
+    chosen = select(checkpoint, include=patterns, states=states)
     arrays = read_tensors(
         chosen,
         list(chosen.tensors),
-        workers=workers if workers is not None else default_workers(),
-        max_memory=max_memory,
-        dtype=None if dtype is None else spelled_dtype(dtype),
+        workers=workers_of(workers),
+        max_memory=size_of(max_memory),
+        dtype=kept,
     )
     held = {name: array for (name, _), array in arrays.items()}
     return held | {a: held[owner] for a, owner in chosen.aliases.items() if owner in held}

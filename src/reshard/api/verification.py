@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.api.arguments import size_of, texts_of
-from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress, default_workers
+from reshard.api.arguments import size_of, texts_of, workers_of
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
@@ -78,7 +78,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         left = renamed(left, rename, whole)
     if include or exclude or states or trainable:
         right = _narrowed_to(right, left, states)
-    threads = workers if workers is not None else default_workers()
+    threads = workers_of(workers)
     found = comparable(left, right).compared(workers=threads, max_memory=memory, progress=progress)
     changes = tuple(
         (side, change)

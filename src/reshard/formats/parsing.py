@@ -13,6 +13,24 @@ from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
 
+_LONGEST = 60
+
+
+def shown(value: object) -> str:
+    """A foreign value for a message: a text or a number, cut to what a line can hold, or its kind.
+
+    Examples
+    --------
+    >>> shown("../a"), shown(float("nan")), shown(10**5000), shown([1])
+    ("'../a'", 'nan', 'a number beyond 2^64', 'list')
+    """
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "a number beyond 2^64"
+    if not isinstance(value, str | int | float):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
@@ -67,13 +85,13 @@ class Cursor:
             return f"{self.path}[{key}]"
         return f"{self.path}.{key}" if self.path else key
 
-    def unexpected(self, expected: str) -> CheckpointError:
-        """The error that says that this value is not what was expected."""
+    def unexpected(self, expected: str, found: str | None = None) -> CheckpointError:
+        """The error that says that this value is not what was expected; `found` is its kind."""
         return CheckpointError(
             f"unexpected content at {self.path or 'the top'}",
             file=self.file,
             expected=expected,
-            found=type(self.value).__name__,
+            found=type(self.value).__name__ if found is None else found,
         )
 
     def mapping(self) -> Mapping[object, object]:

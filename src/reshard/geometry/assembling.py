@@ -27,6 +27,21 @@ Shapes = Mapping[int, tuple[int, ...]]
 """Shard shape of every rank."""
 
 
+def check_are_maps(target: object, source: object) -> None:
+    """Refuse what is no map.
+
+    Raises
+    ------
+    CompositionError
+        When one of the two is something else.
+    """
+    for side, one in (("target", target), ("source", source)):
+        if not isinstance(one, ParamAffineMap):
+            raise CompositionError(
+                f"the {side} is no map", expected="a ParamAffineMap", found=repr(one)[:80]
+            )
+
+
 def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
     """Refuse two maps of tensors of different sizes.
 

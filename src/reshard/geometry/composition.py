@@ -26,6 +26,7 @@ from reshard.errors import CompositionError
 from reshard.geometry.affine_map import ParamAffineMap
 from reshard.geometry.assembling import (
     appended,
+    check_are_maps,
     check_sizes,
     check_written_once,
     filled,
@@ -73,9 +74,9 @@ def compose(
     Raises
     ------
     CompositionError
-        When the logical tensors differ in size, the policy answers with a rank that does not
-        hold the element, a map writes an element of a shard twice, or (unless ``partial``) a target
-        element has no source.
+        When one of the two is no map, the logical tensors differ in size, the policy answers with
+        a rank that does not hold the element, a map writes an element of a shard twice, or (unless
+        ``partial``) a target element has no source.
 
     Examples
     --------
@@ -97,6 +98,7 @@ def compose(
       0[8 + 4×1] → 1[0 + 4×1]
       1[0 + 12×1] → 1[4 + 12×1]
     """
+    check_are_maps(target, source)
     plan = _compose(target, source, choose)
     if plan.unfilled and not partial:
         rank, holes = next(iter(plan.unfilled.items()))

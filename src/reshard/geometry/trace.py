@@ -67,7 +67,7 @@ def trace_map(
     ------
     TraceError
         When the function is not a pure view up to constant factors; the message says whether it
-        adds elements, adds a constant, or depends on values.
+        adds elements, adds a constant, or depends on values. Also when no rank is given.
 
     Examples
     --------
@@ -82,7 +82,10 @@ def trace_map(
     """
     shape = as_indices(logical_shape, "logical_shape")
     total = numel(shape)
-    views = {rank: _view(partition, shape, rank) for rank in as_indices(ranks, "ranks")}
+    asked = as_indices(ranks, "ranks")
+    if not asked:
+        raise TraceError("there is no rank to call the partition function for")
+    views = {rank: _view(partition, shape, rank) for rank in asked}
     labels, sets = _holder_sets({rank: view.offsets for rank, view in views.items()}, total)
     pieces = {
         rank: [

@@ -104,6 +104,34 @@ def test_a_wrong_total_is_a_problem_and_no_refusal(sharded: Path) -> None:
     assert "the index states 1 bytes of tensors, and there are" in str(problems[0])
 
 
+@pytest.mark.parametrize(
+    ("stated", "shown"),
+    [
+        ('"x"', "'x'"),
+        ("NaN", "nan"),
+        ("1e400", "inf"),
+        ("true", "True"),
+        ("[1]", "list"),
+        ("12.5", "12.5"),
+        ("9" * 4000, "a number beyond 2^64"),
+    ],
+)
+def test_a_total_that_is_no_number_is_a_problem(stated: str, shown: str, sharded: Path) -> None:
+    edit_index(sharded, lambda index: index["metadata"].update(total_size=987654))
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("987654", stated))
+    (problem,) = reshard.open_checkpoint(sharded).problems
+    assert problem.what.startswith(f"the index states {shown} bytes of tensors, and there are ")
+
+
+def test_a_total_may_be_a_float(sharded: Path) -> None:
+    edit_index(
+        sharded,
+        lambda index: index["metadata"].update(total_size=float(index["metadata"]["total_size"])),
+    )
+    assert reshard.open_checkpoint(sharded).problems == ()
+
+
 def test_there_is_no_layout_to_state(sharded: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text('{"layouts": {}}')
@@ -200,6 +228,12 @@ def test_an_index_that_leads_away_is_refused(where: str, sharded: Path, tmp_path
         ("{}", CheckpointError, "a key is missing: weight_map"),
         ('{"weight_map": []}', CheckpointError, "unexpected content at weight_map"),
         ('{"weight_map": {"a": 1}}', CheckpointError, "weight_map.a: .*expected text, found int"),
+        (
+            '{"weight_map": {"a": "../b.safetensors"}}',
+            CheckpointError,
+            "file beside the index, found '../b.safetensors'$",
+        ),
+        ('{"weight_map": {"a": "b.bin"}}', CheckpointError, "beside the index, found 'b.bin'$"),
     ],
 )
 def test_an_index_that_is_none_is_refused(

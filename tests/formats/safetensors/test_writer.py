@@ -192,6 +192,28 @@ def test_files_beside_the_source_are_carried(tmp_path: Path) -> None:
     assert not any("no config.json" in note for note in report.notes)
 
 
+def test_a_link_that_leads_out_of_the_folder_is_told(tmp_path: Path) -> None:
+    more, far = tmp_path / "more", tmp_path / "far.json"
+    more.mkdir()
+    far.write_text("{}")
+    (more / "config.json").symlink_to(far)
+    (more / "real.txt").write_text("a b")
+    (more / "merges.txt").symlink_to("real.txt")
+    report = export(TIED, tmp_path / "out", also=[more])
+    told = [note for note in report.notes if "link" in note]
+    assert told == [f"copied from outside of the folder, where a link leads: config.json ({far})"]
+    copied = tmp_path / "out" / "config.json"
+    assert (copied.read_text(), copied.is_symlink()) == ("{}", False)
+
+
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    text = b'\xef\xbb\xbf{"tie_word_embeddings": true}'
+    (tmp_path / "config.json").write_bytes(text)
+    export(TIED, tmp_path / "out", also=[tmp_path])
+    assert ALIAS not in loaded(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == text
+
+
 def test_a_configuration_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="the configuration beside the checkpoint is no"):

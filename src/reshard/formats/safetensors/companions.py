@@ -10,7 +10,7 @@ first one of a name counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.errors import CheckpointError
@@ -63,6 +63,23 @@ def companions(folder: str, beside: Iterable[str]) -> dict[str, Path]:
     return found
 
 
+def link_notes(files: Mapping[str, Path]) -> Iterator[str]:
+    """Tell which files to carry are links that lead out of their folder.
+
+    That is usual in a cache, so it is no fault; but what is copied then lies elsewhere.
+    """
+    leading = {
+        name: path.resolve() for name, path in files.items() if path.is_symlink() and _leaves(path)
+    }
+    if leading:
+        listed = ", ".join(f"{name} ({place})" for name, place in leading.items())
+        yield f"copied from outside of the folder, where a link leads: {listed}"
+
+
+def _leaves(path: Path) -> bool:
+    return not path.resolve().is_relative_to(path.parent.resolve())
+
+
 def carried(files: Mapping[str, Path]) -> list[OutputFile]:
     """The files as parts of the output.
 
@@ -93,7 +110,7 @@ def ties_embeddings(files: Mapping[str, Path]) -> bool:
     if path is None or path.stat().st_size > LARGEST:
         return False
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             "the configuration beside the checkpoint is no sound JSON",

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from reshard.errors import ArchiveError, CheckpointError, MissingFileError
 from reshard.formats.folders import WEIGHT_SUFFIXES, TagFolder
-from reshard.formats.parsing import Cursor
+from reshard.formats.parsing import Cursor, shown
+from reshard.formats.safetensors.header import LARGEST
 
 SUFFIX, INDEX_SUFFIX = WEIGHT_SUFFIXES
 LARGEST_INDEX = 1 << 28
@@ -28,11 +29,14 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safe
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An index file: tensor -> name of its file, and the bytes of all tensors if it says so."""
+    """An index file: tensor -> name of its file, and what it says that all tensors take.
+
+    That is a number of bytes, None when it says nothing, or a text with what else it says.
+    """
 
     path: Path
     weight_map: Mapping[str, str]
-    total_size: int | None
+    total_size: int | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +208,13 @@ def read_index(path: Path) -> Index:
     return Index(path, weight_map, _whole(total.value) if total else None)
 
 
-def _whole(value: object) -> int | None:
-    """A number of bytes; some writers state it as a float."""
-    if isinstance(value, float) and value.is_integer():
+def _whole(value: object) -> int | str:
+    """A number of bytes, which some writers state as a float; else what is stated, as text."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST:
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST:
+        return value
+    return shown(value)
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -221,5 +227,5 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _file_name(value: Cursor) -> str:
     name = value.text()
     if "/" in name or "\\" in name or not name.endswith(SUFFIX):
-        raise value.unexpected(f"the name of a {SUFFIX} file beside the index")
+        raise value.unexpected(f"the name of a {SUFFIX} file beside the index", shown(name))
     return name

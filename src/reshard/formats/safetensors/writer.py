@@ -30,7 +30,13 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint, Role, StoredTensor
 from reshard.formats.dtypes import DType
 from reshard.formats.model_dtypes import model_dtype, stated_dtypes
-from reshard.formats.safetensors.companions import CONFIG, carried, companions, ties_embeddings
+from reshard.formats.safetensors.companions import (
+    CONFIG,
+    carried,
+    companions,
+    link_notes,
+    ties_embeddings,
+)
 from reshard.formats.safetensors.files import INDEX_SUFFIX, shard_name
 from reshard.formats.safetensors.header import Entry, header_of
 from reshard.formats.safetensors.options import SafetensorsOptions, Tied
@@ -87,6 +93,7 @@ def lay_out_safetensors(checkpoint: Checkpoint, *, options: SafetensorsOptions) 
         written += held
     files += carried(beside)
     notes = [*_rounding_notes(written), *_tie_notes(checkpoint, tied), *_other_notes(checkpoint)]
+    notes += link_notes(beside)
     if CONFIG not in beside:
         notes.append(f"no {CONFIG} lies beside the source; from_pretrained needs one")
     return Target("safetensors", tuple(files), None, tuple(notes))

@@ -11,12 +11,14 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from reshard.formats.torch_archive.machine import Machine
 
     Handler = Callable[[Machine, int], int]
+
+Number = TypeVar("Number", int, float)
 
 UINT32 = struct.Struct("<I")
 _UINT16 = struct.Struct("<H")
@@ -99,12 +101,19 @@ def decimal(text: bytes) -> int:
     if len(text) > _MOST_DIGITS:
         # Decimal digits cost quadratic time.
         raise ValueError("a number of too many digits")
-    return int(text)
+    return _stated(int, text)
+
+
+def _stated(kind: Callable[[bytes], Number], text: bytes) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError("a line of text that is no number") from None
 
 
 def _float_line(machine: Machine, position: int) -> int:
     text, position = machine.line(position)
-    machine.stack.append(float(text))
+    machine.stack.append(_stated(float, text))
     return position
 
 

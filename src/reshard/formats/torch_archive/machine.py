@@ -70,7 +70,7 @@ class Machine:
             # Reading past the last byte and popping from an empty stack both end here.
             raise self.broken(end, "it ends early or takes what is not there") from error
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise self.broken(end, f"{type(error).__name__}: {str(error)[:120]}") from error
+            raise self.broken(end, _why(error)) from error
         return root, end + 1
 
     def broken(self, position: int, why: str) -> ArchiveError:
@@ -100,3 +100,18 @@ class Machine:
         items = self.stack
         self.stack = self.marks.pop()
         return items
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with the pickle, in words: the names of Python's errors help nobody."""
+    if isinstance(error, KeyError):
+        return "it takes a value that it never stored"
+    if isinstance(error, UnicodeDecodeError):
+        return "it has a text that is not UTF-8"
+    if isinstance(error, TypeError):
+        return "it uses a value where one of that kind cannot stand"
+    if isinstance(error, RecursionError):
+        return "its values are nested too deep"
+    if isinstance(error, OverflowError):
+        return "it has a number that is out of range"
+    return str(error)[:120]
