@@ -152,19 +152,16 @@ def matches(target: ParamAffineMap, source: ParamAffineMap) -> int:
 
 
 def bench_growth(counts: list[int], rounds: int) -> None:
-    line("growth of scattered runs", "compose", "times", "memory", "bytes/piece", "")
+    line("growth of scattered runs", "compose", "times", "peak so far", "", "")
     last = None
     for count in counts:
         target, source = KINDS["scattered runs"](count)
-        before = peak_bytes()
         took = measured(lambda t=target, s=source: composed(t, s), rounds if count < 10**6 else 1)
-        used = peak_bytes() - before
         line(
             f"{count:,} pieces a side",
             shown(took.seconds),
             f"{took.seconds / last:.1f}×" if last else "",
-            f"{used / 2**20:,.0f} MiB",
-            f"{used / (2 * count):,.0f}",
+            f"{peak_bytes() / 2**20:,.0f} MiB",
         )
         last = took.seconds
 

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from reshard.api.budgets import default_workers
 from reshard.errors import UsageError
@@ -88,13 +89,17 @@ def size_of(value: object) -> int:
     """
     if isinstance(value, str):
         return parse_bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value < LARGEST:
+    if _is_number(value):
         return value
     raise UsageError(
         "max_memory is not a size",
         expected="a whole number of bytes, or a text like '512MB'",
         found=_shown(value),
     )
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value < LARGEST
 
 
 def workers_of(value: object) -> int:
@@ -112,7 +117,7 @@ def workers_of(value: object) -> int:
     """
     if value is None:
         return default_workers()
-    if isinstance(value, int) and not isinstance(value, bool) and value < LARGEST:
+    if _is_number(value):
         return value
     raise UsageError("workers is not a whole number", found=_shown(value))
 
@@ -176,14 +181,12 @@ def texts_of(what: str, value: object) -> tuple[str, ...]:
     >>> texts_of("include", "*.bias"), texts_of("include", ["a", "b"])
     (('*.bias',), ('a', 'b'))
     """
-    several = (value,) if isinstance(value, str) else value
-    if isinstance(several, Iterable) and not isinstance(several, bytes):
-        listed = tuple(several)
-        if all(isinstance(entry, str) for entry in listed):
-            return listed
-    raise UsageError(
-        f"{what} is not a list of texts", expected="texts, or one text", found=repr(value)
-    )
+    listed = _several(value, str)
+    if listed is None:
+        raise UsageError(
+            f"{what} is not a list of texts", expected="texts, or one text", found=_shown(value)
+        )
+    return listed
 
 
 def paths_of(what: str, value: object) -> tuple[str, ...]:
@@ -199,11 +202,19 @@ def paths_of(what: str, value: object) -> tuple[str, ...]:
     >>> paths_of("also", "node1"), paths_of("also", [])
     (('node1',), ())
     """
-    several = (value,) if isinstance(value, str | os.PathLike) else value
-    if isinstance(several, Iterable) and not isinstance(several, bytes):
-        listed = tuple(several)
-        if all(isinstance(entry, str | os.PathLike) for entry in listed):
-            return tuple(os.fspath(entry) for entry in listed)
-    raise UsageError(
-        f"{what} is not a list of folders", expected="paths, or one path", found=repr(value)
-    )
+    listed = _several(value, (str, os.PathLike))
+    if listed is None:
+        raise UsageError(
+            f"{what} is not a list of folders", expected="paths, or one path", found=_shown(value)
+        )
+    return tuple(os.fspath(path) for path in listed)
+
+
+def _several(value: object, kind: type | tuple[type, ...]) -> tuple[Any, ...] | None:
+    """One thing as a list of one, several as they are; None where one is of another kind."""
+    if isinstance(value, kind):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, bytes):
+        return None
+    listed = tuple(value)
+    return listed if all(isinstance(entry, kind) for entry in listed) else None

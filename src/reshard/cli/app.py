@@ -9,13 +9,16 @@ code.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reshard import __version__
 from reshard.cli import failure, options
 from reshard.cli.screen import wants_rich
+
+if TYPE_CHECKING:
+    from reshard.cli.commands import Source
 
 app = typer.Typer(
     name="reshard",
@@ -49,6 +52,22 @@ def reshard(
         typer.echo(context.get_help())
 
 
+def _source(
+    ckpt: str,
+    also: list[str] | None,
+    layout: str | None,
+    model_key: str | None,
+    optimizer_key: str | None,
+    frozen: list[str] | None,
+) -> Source:
+    """What a command was told about the checkpoint that it reads."""
+    from reshard.cli import commands
+    from reshard.cli.reading import ReadingFlags
+
+    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
+    return commands.Source(ckpt, tuple(also or ()), layout, reading)
+
+
 @app.command(short_help="Show what a checkpoint holds, and what is wrong with it.")
 def inspect(
     ckpt: options.Ckpt,
@@ -67,10 +86,8 @@ def inspect(
     Reads headers and metadata, never tensor bytes.
     """
     from reshard.cli import commands
-    from reshard.cli.reading import ReadingFlags
 
-    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
-    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
+    source = _source(ckpt, also, layout, model_key, optimizer_key, frozen)
     return commands.inspect(source, tensors=tensors, html=html, json=json)
 
 
@@ -91,10 +108,8 @@ def doctor(
     when there is, 2 when CKPT is no checkpoint.
     """
     from reshard.cli import commands
-    from reshard.cli.reading import ReadingFlags
 
-    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
-    return commands.doctor(commands.Source(ckpt, tuple(also or ()), layout, reading), json=json)
+    return commands.doctor(_source(ckpt, also, layout, model_key, optimizer_key, frozen), json=json)
 
 
 @app.command(name="map", short_help="Show where every element of a parameter lives.")
@@ -117,10 +132,8 @@ def map_(
     """Show where every element of one parameter lives, as text and as a picture."""
     from reshard.cli import commands
     from reshard.cli.pictures.drawing import MapPictures
-    from reshard.cli.reading import ReadingFlags
 
-    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
-    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
+    source = _source(ckpt, also, layout, model_key, optimizer_key, frozen)
     pictures = MapPictures(svg, png, html)
     return commands.map_(source, name, pictures, state=state, files=files, json=json)
 
@@ -175,12 +188,10 @@ def convert(
     OUT appears under its name when it is complete, and not before.
     """
     from reshard.cli import commands
-    from reshard.cli.reading import ReadingFlags
     from reshard.cli.writing import WritingFlags
 
-    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
     return commands.convert(
-        commands.Source(ckpt, tuple(also or ()), layout, reading),
+        _source(ckpt, also, layout, model_key, optimizer_key, frozen),
         out,
         commands.Conversion(
             to=to,
@@ -252,10 +263,8 @@ def verify(
     cannot hold is listed, not counted.
     """
     from reshard.cli import commands
-    from reshard.cli.reading import ReadingFlags
 
-    reading = ReadingFlags(model_key, optimizer_key, tuple(frozen or ()))
-    source = commands.Source(ckpt, tuple(also or ()), layout, reading)
+    source = _source(ckpt, also, layout, model_key, optimizer_key, frozen)
     selection = commands.Selection(
         tuple(include or ()),
         tuple(exclude or ()),

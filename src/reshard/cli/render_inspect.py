@@ -98,26 +98,28 @@ def shown_path(file: str, checkpoint: Checkpoint) -> str:
     return str(Path(file).relative_to(checkpoint.path)) if inside else file
 
 
-def _header(inspection: Inspection) -> Block:
+def facts_of(inspection: Inspection) -> tuple[tuple[str, object], ...]:
+    """What a checkpoint is in a few words: pairs of a label and what it says."""
     checkpoint = inspection.checkpoint
     roles = ", ".join(
         counted(number, role.value if role.value != "frozen" else "frozen parameter")
         for role, number in inspection.roles.items()
     )
     versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items())
-    return fields(
-        "checkpoint",
-        (
-            ("path", checkpoint.path),
-            ("tag", Path(checkpoint.path).name),
-            ("format", checkpoint.format),
-            ("versions", versions),
-            ("topology", checkpoint.topology),
-            ("holds", roles),
-            ("elements", format_count(inspection.numel)),
-            ("tensor bytes", format_bytes(checkpoint.nbytes)),
-        ),
+    return (
+        ("format", checkpoint.format),
+        ("versions", versions),
+        ("topology", checkpoint.topology),
+        ("holds", roles),
+        ("elements", format_count(inspection.numel)),
+        ("tensor bytes", format_bytes(checkpoint.nbytes)),
     )
+
+
+def _header(inspection: Inspection) -> Block:
+    path = inspection.checkpoint.path
+    where = (("path", path), ("tag", Path(path).name))
+    return fields("checkpoint", (*where, *facts_of(inspection)))
 
 
 def _files(inspection: Inspection) -> Block:

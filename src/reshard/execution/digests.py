@@ -19,23 +19,12 @@ LEAF_NBYTES = 4 << 20
 DIGEST_NAME = "xxh3-128 of the xxh3-128 digests of 4 MiB leaves"
 
 
-def leaf_digest(data: memoryview) -> bytes:
-    """Digest of a whole leaf.
-
-    Parameters
-    ----------
-    data
-        At most `LEAF_NBYTES` bytes.
-    """
-    return xxhash.xxh3_128_digest(data)
-
-
 def digest_of(leaves: Iterable[bytes]) -> str:
     """Digest (hexadecimal) of a tensor from those of its leaves, in order.
 
     Examples
     --------
-    >>> len(digest_of([leaf_digest(memoryview(b"ab"))]))
+    >>> len(digest_of([xxhash.xxh3_128_digest(b"ab")]))
     32
     """
     return xxhash.xxh3_128_hexdigest(b"".join(leaves))

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-COMPLETE = "complete"
 
 
 def staging_path(destination: Path) -> Path:

@@ -24,7 +24,7 @@ folding is what lets a stack of blocks that alternate between holders fold at al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ from reshard.geometry.chains import (
     unbelieved_dims,
 )
 from reshard.geometry.continuing import continued, in_order, runs_joined
-from reshard.geometry.links import Link
 from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, starts_of
 from reshard.geometry.peeling import Peel
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
@@ -45,20 +44,6 @@ FEW_RUNS = 2048
 """Groups whose links have at most so many runs are folded from their runs."""
 BATCH = 1 << 17
 """Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
-
-
-def fold(links: Sequence[Link]) -> list[Link]:
-    """Return the canonical form of one group of links, in near order.
-
-    >>> fold([Link(0, 0, ((4, 1, 1),)), Link(16, 8, ((4, 1, 1),)), Link(4, 4, ((4, 1, 1),))])
-    [Link(near=0, far=0, dims=((8, 1, 1),)), Link(near=16, far=8, dims=((4, 1, 1),))]
-    >>> fold([Link(0, 0, ((4, 1, 1),)), Link(16, 4, ((4, 1, 1),)), Link(32, 8, ((4, 1, 1),))])
-    [Link(near=0, far=0, dims=((3, 16, 4), (4, 1, 1)))]
-    """
-    if len(links) < 2:
-        return list(links)
-    table, _ = fold_table(LinkTable.of(links), np.zeros(len(links), np.int64))
-    return table.links()
 
 
 def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree as ET
 
 from reshard.api import states_in_order
 from reshard.cli.pictures.page import Cell, facts, node, page, section, table
+from reshard.cli.render_inspect import facts_of
 from reshard.cli.units import counted, format_bytes, format_count, format_shape
 from reshard.formats.survey import Presence, RankFile
 
@@ -62,19 +63,12 @@ def inspection_page(
 
 
 def _facts(inspection: Inspection) -> ET.Element:
-    checkpoint = inspection.checkpoint
-    versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items())
-    roles = ", ".join(counted(number, role.value) for role, number in inspection.roles.items())
+    files = inspection.checkpoint.files
     return facts(
         (
-            ("format", checkpoint.format),
-            ("versions", versions),
-            ("topology", checkpoint.topology),
-            ("holds", roles),
-            ("elements", format_count(inspection.numel)),
-            ("tensor bytes", format_bytes(checkpoint.nbytes)),
-            ("files", format_count(len(checkpoint.files))),
-            ("file bytes", format_bytes(sum(file.nbytes for file in checkpoint.files))),
+            *facts_of(inspection),
+            ("files", format_count(len(files))),
+            ("file bytes", format_bytes(sum(file.nbytes for file in files))),
         )
     )
 
