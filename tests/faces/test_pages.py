@@ -231,6 +231,7 @@ def test_the_plan_is_a_page(tmp_path: Path, capsys: Capture) -> None:
     assert len(outputs.rows) == 1 + report.cost.files
     assert len(routes.rows) == 1 + report.cost.routes
     assert not (tmp_path / "out").exists()
+    assert "by a probe of the disks" in file.read_text()
 
 
 def test_a_page_of_a_plan_needs_a_dry_run(tmp_path: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_heads_that_maps_leave_open_are_asked_for() -> None:
     with pytest.raises(LayoutError, match=r"q_proj.weight, .* leave open .*--kv-heads"):
         lay_out(source, tp=4)
     lay_out(source, tp=4, kv_heads=2)
+
+
+def test_heads_that_contradict_the_configuration_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(case_named("golden/llama_z1_tp2dp2_fp32").path, folder)
+    (folder / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
+    source = open_checkpoint(folder)
+    lay_out(source, tp=4)
+    lay_out(source, tp=4, kv_heads=2)
+    with pytest.raises(
+        UsageError,
+        match=r"another number of key/value heads .* expected 2, .* found --kv-heads 4; next: ",
+    ):
+        lay_out(source, tp=4, kv_heads=4)
 
 
 def test_elastic_checkpoints_keep_no_hyperparameters() -> None:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 from reshard.cli.pictures.page import Cell, facts, node, page, section, table
 from reshard.cli.pictures.traffic import Matrix, OutputTraffic, matrix_of, traffic_of
-from reshard.cli.units import counted, format_bytes, format_count
+from reshard.cli.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from reshard.api import ConversionReport
@@ -53,6 +53,7 @@ def _facts(report: ConversionReport) -> ET.Element:
             ("would write", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"),
             ("strided", format_bytes(cost.strided_nbytes)),
             ("disk", f"{format_bytes(report.disk_bytes)} of {_free(report)} free{short}"),
+            ("time", _time(report)),
             (
                 "buffers",
                 f"{format_bytes(report.memory_bytes)}, {counted(report.workers, 'worker')}",
@@ -62,6 +63,11 @@ def _facts(report: ConversionReport) -> ET.Element:
             ("pointer", report.pointer),
         )
     )
+
+
+def _time(report: ConversionReport) -> str:
+    seconds = report.expected_seconds
+    return "" if seconds is None else f"about {format_seconds(seconds)}, by a probe of the disks"
 
 
 def _free(report: ConversionReport) -> str:

@@ -312,7 +312,8 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
         if count:
             yield (
                 f"{count} {word}{'s' if count > 1 else ''} written to {ZERO}/, which DeepSpeed's "
-                "universal loader does not read back: load them into the model (see the README)"
+                f"universal loader does not read back: load {'them' if count > 1 else 'it'} into "
+                "the model (docs/convert/deepspeed-to-universal.md shows how)"
             )
     if any(_NATIVE_EXPERT in f".{name}" for name in roles):
         yield (

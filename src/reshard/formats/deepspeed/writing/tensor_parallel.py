@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, UsageError
 from reshard.formats.deepspeed.conversion_keys import ConversionKeys
 from reshard.formats.deepspeed.info import AUTOTP_MARK, read_conversion_keys
 from reshard.formats.deepspeed.writing.contents import Contents
@@ -191,8 +191,23 @@ class CutFinder:
 
     @property
     def kv_heads(self) -> int | None:
-        """The number of heads that the user or an earlier conversion states."""
-        return self.options.kv_heads or self.source.kv_heads
+        """The number of heads that the user or the source states.
+
+        Raises
+        ------
+        UsageError
+            When both do, and not the same.
+        """
+        stated, known = self.options.kv_heads, self.source.kv_heads
+        if None not in (stated, known) and stated != known:
+            raise UsageError(
+                "the source has another number of key/value heads than was stated",
+                file=self.source.file,
+                expected=f"{known}, of its config.json or of an earlier conversion",
+                found=f"--kv-heads {stated}",
+                next_step="leave --kv-heads out, or correct it",
+            )
+        return stated or known
 
     def cuts(self) -> dict[str, Cut]:
         """The cut of every parameter and buffer.
