@@ -3,7 +3,8 @@
 Theory. A command opens nothing, plans nothing and compares nothing itself. It calls one verb,
 shows progress while that runs, renders what came back, as text or as JSON, and says by its exit
 code whether the answer was good. Errors are not handled here; they pass through to
-:mod:`reshard.cli.failure`.
+:mod:`reshard.cli.failure`. What draws or renders for one command only is imported by that command:
+a conversion does not wait for it.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from reshard import api
-from reshard.cli import documents, failure, outcomes
+from reshard.cli import failure
 from reshard.cli.blocks import Block, fields
-from reshard.cli.pictures.drawing import MapPictures, draw_inspection, draw_plan
-from reshard.cli.pictures.files import require_ending
 from reshard.cli.progress import Report, meter
 from reshard.cli.reading import ReadingFlags
-from reshard.cli.render_convert import annotation_block, conversion_blocks
-from reshard.cli.render_doctor import diagnosis_blocks
-from reshard.cli.render_inspect import file_table, inspection_blocks, unknown_layouts
-from reshard.cli.render_map import map_blocks
-from reshard.cli.render_verify import comparison_blocks
 from reshard.cli.screen import show
 from reshard.cli.writing import WritingFlags, write_options
 from reshard.errors import ReshardError, UnknownLayoutError, UsageError
 from reshard.formats.renaming import Renaming, renaming_of
+
+if TYPE_CHECKING:
+    from reshard.cli.pictures.drawing import MapPictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +92,10 @@ class Run:
 
 def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool) -> int:
     """Run ``reshard inspect``."""
+    from reshard.cli import documents
+    from reshard.cli.pictures.files import require_ending
+    from reshard.cli.render_inspect import inspection_blocks
+
     if html is not None:
         require_ending(html, ".html")
     try:
@@ -125,12 +127,17 @@ def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool
 
 
 def _draw(html: str, source: Source, found: api.Inspection | ReshardError) -> None:
+    from reshard.cli.pictures.drawing import draw_inspection
+
     options = source.reading.options()
     draw_inspection(html, source.path, source.also, source.layout, options, found)
 
 
 def doctor(source: Source, *, json: bool) -> int:
     """Run ``reshard doctor``."""
+    from reshard.cli import documents
+    from reshard.cli.render_doctor import diagnosis_blocks
+
     found = api.diagnose(
         source.path, also=source.also, layout=source.layout, reading=source.reading.options()
     )
@@ -151,6 +158,9 @@ def map_(
     json: bool,
 ) -> int:
     """Run ``reshard map``."""
+    from reshard.cli import documents
+    from reshard.cli.render_map import map_blocks
+
     pictures.check()
     checkpoint = source.open()
     tensor = api.find_tensor(checkpoint, name, state)
@@ -167,10 +177,10 @@ def convert(
     source: Source, out: str, options: Conversion, *, html: str | None, json: bool, quiet: bool
 ) -> int:
     """Run ``reshard convert``."""
+    from reshard.cli.render_convert import conversion_blocks
+
     if html is not None:
-        require_ending(html, ".html")
-        if not options.dry_run:
-            raise UsageError("--html shows a plan", next_step="add --dry-run, or leave it out")
+        _require_plan_page(html, options)
     try:
         with meter(quiet=quiet) as progress:
             report = _converted(source, out, options, progress)
@@ -178,12 +188,32 @@ def convert(
         way_on = "the same command with --resume goes on from here"
         raise failure.InterruptedRunError(way_on) from None
     if html is not None:
-        draw_plan(html, report)
+        _draw_plan(html, report)
     if json:
-        documents.write(outcomes.conversion_document(report), sys.stdout)
+        _write_conversion(report)
     else:
         _show((*conversion_blocks(report), fields("pictures", (("html", html),))))
     return failure.DONE if report.sound else failure.DIFFERENT
+
+
+def _require_plan_page(html: str, options: Conversion) -> None:
+    from reshard.cli.pictures.files import require_ending
+
+    require_ending(html, ".html")
+    if not options.dry_run:
+        raise UsageError("--html shows a plan", next_step="add --dry-run, or leave it out")
+
+
+def _draw_plan(html: str, report: api.ConversionReport) -> None:
+    from reshard.cli.pictures.drawing import draw_plan
+
+    draw_plan(html, report)
+
+
+def _write_conversion(report: api.ConversionReport) -> None:
+    from reshard.cli import documents, outcomes
+
+    documents.write(outcomes.conversion_document(report), sys.stdout)
 
 
 def _converted(
@@ -218,6 +248,9 @@ def verify(
     source: Source, out: str, selection: Selection, *, replicas: str, json: bool, quiet: bool
 ) -> int:
     """Run ``reshard verify``."""
+    from reshard.cli import documents, outcomes
+    from reshard.cli.render_verify import comparison_blocks
+
     with meter(quiet=quiet) as progress:
         found = api.verify(
             source.path,
@@ -243,6 +276,9 @@ def verify(
 
 def annotate(source: Source, out: str, how: Run, *, json: bool, quiet: bool) -> int:
     """Run ``reshard annotate``."""
+    from reshard.cli import documents, outcomes
+    from reshard.cli.render_convert import annotation_block
+
     with meter(quiet=quiet) as progress:
         report = api.annotate(
             source.path,
@@ -274,6 +310,8 @@ def _listed(states: Iterable[str]) -> tuple[str, ...]:
 
 def _what_there_is(source: Source, error: ReshardError) -> Iterator[Block]:
     """The files, and what of them is not understood; the error that follows says the rest."""
+    from reshard.cli.render_inspect import file_table, unknown_layouts
+
     with contextlib.suppress(ReshardError, OSError):
         yield file_table(api.files_of(source.path, also=source.also))
     if isinstance(error, UnknownLayoutError):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.formats.dcp.reader import DcpReading
-from reshard.formats.dcp.tree import Keys
+from reshard.formats.dcp.options import DcpReading, Keys
 from reshard.formats.registry import ReadOptions
 
 

@@ -186,3 +186,18 @@ def _complete_tags(folder: Path) -> str:
         if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
     ]
     return "folders with checkpoint files: " + ", ".join(tags) if tags else "none"
+
+
+def holds_sets(folder: TagFolder) -> bool:
+    """Whether there is a set among the files of a folder."""
+    return any(name.endswith(WEIGHT_SUFFIXES) for name in folder.listing())
+
+
+def names_set(folder: TagFolder) -> bool:
+    """Whether the user named a file of a set."""
+    return folder.named is not None and folder.named.endswith(WEIGHT_SUFFIXES)
+
+
+def holds_index(folder: TagFolder) -> bool:
+    """Whether there is an index of DCP among the files of a folder."""
+    return any(name.endswith(DCP_INDEXES) for name in folder.listing())

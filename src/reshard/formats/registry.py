@@ -4,6 +4,9 @@ Theory. Formats do not know each other; this table knows all of them. A format i
 files it cannot do without, never by a guess at their content. A new format is one entry here: how
 it is recognised, its reader and, where it is a target, its writer with the type of its options,
 which joins :data:`WriteOptions`.
+
+Reading or writing a format imports its code only then: most runs need two of them, and what is
+imported in vain is time that every run waits.
 """
 
 from __future__ import annotations
@@ -11,30 +14,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.dcp.options import DcpOptions
-from reshard.formats.dcp.reader import DcpReading, is_dcp, open_dcp
-from reshard.formats.dcp.survey import survey_dcp
-from reshard.formats.dcp.writer import lay_out_dcp
-from reshard.formats.deepspeed.annotate import Annotated, lay_out_annotated
-from reshard.formats.deepspeed.reader import open_deepspeed
-from reshard.formats.deepspeed.survey import survey_deepspeed
-from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
-from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
-from reshard.formats.folders import TagFolder, resolve_folder
-from reshard.formats.safetensors import SafetensorsOptions
-from reshard.formats.safetensors.files import holds_sets, names_set
-from reshard.formats.safetensors.reader import WEIGHTS, open_safetensors
-from reshard.formats.safetensors.writer import lay_out_safetensors
+from reshard.formats.dcp.options import DcpOptions, DcpReading
+from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.folders import (
+    TagFolder,
+    holds_index,
+    holds_sets,
+    names_set,
+    resolve_folder,
+)
+from reshard.formats.safetensors.options import WEIGHTS, SafetensorsOptions
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.survey import Survey, listed_files, with_losses
 from reshard.formats.target import Target
-from reshard.formats.universal.reader import open_universal
-from reshard.formats.universal.survey import survey_universal
-from reshard.formats.universal.writer import UniversalOptions, lay_out_universal
+from reshard.formats.universal.options import UniversalOptions
+
+if TYPE_CHECKING:
+    from reshard.formats.deepspeed.annotate import Annotated
 
 Laid = tuple[Checkpoint, Target]
 """What to plan from (the source, with a trainer's files for a drop-in), and the files to be."""
@@ -134,6 +134,8 @@ def _require_none(folder: TagFolder, reading: ReadOptions | None) -> None:
 def _open_deepspeed(
     folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
 ) -> Checkpoint:
+    from reshard.formats.deepspeed.reader import open_deepspeed
+
     _require_none(folder, reading)
     return open_deepspeed(folder, stated)
 
@@ -141,6 +143,8 @@ def _open_deepspeed(
 def _open_universal(
     folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
 ) -> Checkpoint:
+    from reshard.formats.universal.reader import open_universal
+
     _require_none(folder, reading)
     _require_unstated(folder, stated)
     return open_universal(folder)
@@ -149,6 +153,8 @@ def _open_universal(
 def _open_safetensors(
     folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
 ) -> Checkpoint:
+    from reshard.formats.safetensors.reader import open_safetensors
+
     _require_none(folder, reading)
     _require_unstated(folder, stated)
     return open_safetensors(folder)
@@ -164,17 +170,24 @@ def _require_unstated(folder: TagFolder, stated: StatedLayouts | None) -> None:
 
 
 def _lay_out_universal(checkpoint: Checkpoint, tag: str, options: UniversalOptions) -> Laid:
+    from reshard.formats.universal.writer import lay_out_universal
+
     del options
     return checkpoint, lay_out_universal(checkpoint, tag=tag)
 
 
 def _lay_out_deepspeed(checkpoint: Checkpoint, tag: str, options: NativeOptions) -> Laid:
+    from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
+    from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
+
     if options.drop_in:
         return lay_out_drop_in(checkpoint, options)
     return checkpoint, lay_out_deepspeed(checkpoint, tag=tag, options=options)
 
 
 def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsOptions) -> Laid:
+    from reshard.formats.safetensors.writer import lay_out_safetensors
+
     del tag
     return checkpoint, lay_out_safetensors(checkpoint, options=options)
 
@@ -182,6 +195,8 @@ def _lay_out_safetensors(checkpoint: Checkpoint, tag: str, options: SafetensorsO
 def _open_dcp(
     folder: TagFolder, stated: StatedLayouts | None, reading: ReadOptions | None
 ) -> Checkpoint:
+    from reshard.formats.dcp.reader import open_dcp
+
     if stated is not None:
         raise UsageError(
             "a DCP folder says where each chunk is, so there is no layout to state",
@@ -192,8 +207,28 @@ def _open_dcp(
 
 
 def _lay_out_dcp(checkpoint: Checkpoint, tag: str, options: DcpOptions) -> Laid:
+    from reshard.formats.dcp.writer import lay_out_dcp
+
     del tag
     return checkpoint, lay_out_dcp(checkpoint, options=options)
+
+
+def _survey_universal(folder: TagFolder) -> Survey:
+    from reshard.formats.universal.survey import survey_universal
+
+    return survey_universal(folder)
+
+
+def _survey_deepspeed(folder: TagFolder) -> Survey:
+    from reshard.formats.deepspeed.survey import survey_deepspeed
+
+    return survey_deepspeed(folder)
+
+
+def _survey_dcp(folder: TagFolder) -> Survey:
+    from reshard.formats.dcp.survey import survey_dcp
+
+    return survey_dcp(folder)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -204,14 +239,14 @@ FORMATS: Mapping[str, Format] = {
             _is_universal,
             _open_universal,
             Writer(UniversalOptions, _lay_out_universal, UniversalOptions()),
-            survey_universal,
+            _survey_universal,
         ),
         Format(
             "deepspeed",
             _is_deepspeed,
             _open_deepspeed,
             Writer(NativeOptions, _lay_out_deepspeed),
-            survey_deepspeed,
+            _survey_deepspeed,
         ),
         Format(
             "safetensors",
@@ -226,7 +261,11 @@ FORMATS: Mapping[str, Format] = {
             ),
         ),
         Format(
-            "dcp", is_dcp, _open_dcp, Writer(DcpOptions, _lay_out_dcp, DcpOptions()), survey_dcp
+            "dcp",
+            holds_index,
+            _open_dcp,
+            Writer(DcpOptions, _lay_out_dcp, DcpOptions()),
+            _survey_dcp,
         ),
     )
 }
@@ -298,6 +337,8 @@ def annotated(
     pointer
         Whether the pointer file is written beside it.
     """
+    from reshard.formats.deepspeed.annotate import lay_out_annotated
+
     stated = None if layout is None else read_stated_layouts(layout)
     return lay_out_annotated(resolve_folder(path, also), tag=tag, stated=stated, pointer=pointer)
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Role
-from reshard.formats.dcp.reader import DcpReading, open_dcp
-from reshard.formats.dcp.tree import Keys
+from reshard.formats.dcp.options import DcpReading, Keys
+from reshard.formats.dcp.reader import open_dcp
 from reshard.formats.folders import resolve_folder
 from tests.formats.dcp.folders import (
     GOLDEN,

@@ -95,3 +95,33 @@ class DcpOptions:
             raise UsageError("no Adam of torch", expected=" or ".join(ADAMS), found=self.adam)
         if self.dtype is not None and not self.dtype.is_floating:
             raise UsageError("weights are floating point", found=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where the user says that the model and the optimizer are; None where the tree says it.
+
+    Parameters
+    ----------
+    model, optimizer
+        Keys from the root joined by dots, ``""`` for the root itself.
+    """
+
+    model: str | None = None
+    optimizer: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpReading:
+    """What the user may state about a DCP folder.
+
+    Parameters
+    ----------
+    keys
+        Where the model and the optimizer are in the saved tree.
+    frozen
+        Globs over names that are frozen parameters rather than buffers.
+    """
+
+    keys: Keys = field(default_factory=Keys)
+    frozen: tuple[str, ...] = ()

@@ -35,9 +35,9 @@ from reshard.formats.dcp.chunks import ChunkMaps, DataFiles
 from reshard.formats.dcp.groups import Group, read_groups
 from reshard.formats.dcp.index import METADATA, Index, TensorEntry
 from reshard.formats.dcp.metadata import read_index
+from reshard.formats.dcp.options import DcpReading
 from reshard.formats.dcp.sharing import find_aliases, require_own_places
 from reshard.formats.dcp.tree import (
-    Keys,
     Optimizer,
     StateEntry,
     find_model,
@@ -47,7 +47,7 @@ from reshard.formats.dcp.tree import (
     read_nested,
     refuse_numbered,
 )
-from reshard.formats.folders import DCP_INDEXES, TagFolder
+from reshard.formats.folders import TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import read_scalar, short_repr
@@ -55,27 +55,6 @@ from reshard.formats.torch_archive import read_scalar, short_repr
 FP32 = "fp32"
 _LISTED = 3
 _MOST_STEPS = 1 << 63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpReading:
-    """What the user may state about a DCP folder.
-
-    Parameters
-    ----------
-    keys
-        Where the model and the optimizer are in the saved tree.
-    frozen
-        Globs over names that are frozen parameters rather than buffers.
-    """
-
-    keys: Keys = field(default_factory=Keys)
-    frozen: tuple[str, ...] = ()
-
-
-def is_dcp(folder: TagFolder) -> bool:
-    """Whether a folder is a distributed checkpoint."""
-    return any(name.endswith(DCP_INDEXES) for name in folder.listing())
 
 
 def open_dcp(folder: TagFolder, reading: DcpReading | None = None) -> Checkpoint:

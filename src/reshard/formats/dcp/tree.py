@@ -29,24 +29,11 @@ from dataclasses import dataclass, field, replace
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.dcp.index import Index, Path
+from reshard.formats.dcp.options import Keys
 
 STATE, PARAM_GROUPS, PARAMS = "state", "param_groups", "params"
 MODEL = "model"
 """What a model is called where no optimizer tells it from other tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Where the user says that the model and the optimizer are; None where the tree says it.
-
-    Parameters
-    ----------
-    model, optimizer
-        Keys from the root joined by dots, ``""`` for the root itself.
-    """
-
-    model: str | None = None
-    optimizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import ArchiveError, CheckpointError, MissingFileError
-from reshard.formats.folders import WEIGHT_SUFFIXES, TagFolder
+from reshard.formats.folders import WEIGHT_SUFFIXES, TagFolder, names_set
 from reshard.formats.parsing import Cursor, shown
 from reshard.formats.safetensors.header import LARGEST
 
@@ -55,16 +55,6 @@ def shard_name(stem: str, number: int, count: int) -> str:
     ('model.safetensors', 'model-00002-of-00003.safetensors')
     """
     return f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{SUFFIX}"
-
-
-def holds_sets(folder: TagFolder) -> bool:
-    """Whether there is a set among the files of a folder."""
-    return any(name.endswith(WEIGHT_SUFFIXES) for name in folder.listing())
-
-
-def names_set(folder: TagFolder) -> bool:
-    """Whether the user named a file of a set."""
-    return folder.named is not None and folder.named.endswith(WEIGHT_SUFFIXES)
 
 
 def file_sets(folder: TagFolder) -> list[FileSet]:

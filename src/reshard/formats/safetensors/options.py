@@ -10,6 +10,9 @@ from fnmatch import fnmatchcase
 from reshard.errors import UsageError
 from reshard.formats.dtypes import DType, spelled_dtype
 
+WEIGHTS = "fp32"
+"""The state under which weights go, whatever their element type."""
+
 SERVED_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Element types that weights may be rounded to."""
 

@@ -24,16 +24,14 @@ from reshard.formats.checkpoint import (
     TensorKey,
     Topology,
 )
-from reshard.formats.folders import TagFolder
+from reshard.formats.folders import TagFolder, names_set
 from reshard.formats.manifest import require_files
 from reshard.formats.model_dtypes import MODULE_EXTRA
-from reshard.formats.safetensors.files import SUFFIX, FileSet, file_sets, names_set
+from reshard.formats.safetensors.files import SUFFIX, FileSet, file_sets
 from reshard.formats.safetensors.header import Entry, Header, read_header
+from reshard.formats.safetensors.options import WEIGHTS
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
-
-WEIGHTS = "fp32"
-"""The state under which weights go, whatever their element type."""
 
 STATE_KEY = "reshard_state"
 """Key in the metadata of a file that holds another state than the weights."""

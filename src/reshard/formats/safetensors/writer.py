@@ -39,8 +39,8 @@ from reshard.formats.safetensors.companions import (
 )
 from reshard.formats.safetensors.files import INDEX_SUFFIX, shard_name
 from reshard.formats.safetensors.header import Entry, header_of
-from reshard.formats.safetensors.options import SafetensorsOptions, Tied
-from reshard.formats.safetensors.reader import STATE_KEY, WEIGHTS
+from reshard.formats.safetensors.options import WEIGHTS, SafetensorsOptions, Tied
+from reshard.formats.safetensors.reader import STATE_KEY
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.layouts.builders import replicated_map
 

@@ -25,6 +25,14 @@ STEP = "step"
 
 _LONGEST = 255
 
+LAYERS = "reshard_pipeline"
+"""Key in `optimizer_state.pt` for the layers and stages of a pipeline, which the folder has none
+of. (In a model-state file DeepSpeed would hand it to the client as its own state.)"""
+
+SCALARS = "reshard_scalars"
+"""Key in `optimizer_state.pt` for scalar states other than `step`, which the folder has no file
+for."""
+
 
 def state_path(name: str, state: str) -> str:
     """Path of a state's file, relative to the output folder.

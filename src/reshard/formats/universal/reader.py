@@ -46,8 +46,7 @@ from reshard.formats.torch_archive import (
     same_value,
 )
 from reshard.formats.universal.completeness import require_parameters, uneven_states
-from reshard.formats.universal.names import OPTIMIZER_STATE, STEP, ZERO
-from reshard.formats.universal.writer import LAYERS, SCALARS
+from reshard.formats.universal.names import LAYERS, OPTIMIZER_STATE, SCALARS, STEP, ZERO
 from reshard.layouts.builders import replicated_map
 
 _PROVENANCE = "universal, whole"

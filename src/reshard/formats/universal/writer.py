@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,9 @@ from reshard.formats.torch_archive import (
     lay_out_archive,
 )
 from reshard.formats.universal.names import (
+    LAYERS,
     OPTIMIZER_STATE,
+    SCALARS,
     STEP,
     ZERO,
     require_distinct,
@@ -61,19 +63,6 @@ SPOKEN_VERSION = "0.19.8"
 
 _NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
 """In the names of native experts; see the notes."""
-
-LAYERS = "reshard_pipeline"
-"""Key in `optimizer_state.pt` for the layers and stages of a pipeline, which the folder has none
-of. (In a model-state file DeepSpeed would hand it to the client as its own state.)"""
-
-SCALARS = "reshard_scalars"
-"""Key in `optimizer_state.pt` for scalar states other than `step`, which the folder has no file
-for."""
-
-
-@dataclass(frozen=True, slots=True)
-class UniversalOptions:
-    """Nothing: a universal folder serves every topology, and is written in one way."""
 
 
 def lay_out_universal(checkpoint: Checkpoint, *, tag: str) -> Target:

@@ -12,7 +12,22 @@ options of ``zero_optimization`` that reorder, align or split the flat buffers. 
 the source's ``ds_config``, because the run that resumes has the same file with other degrees.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from reshard.formats.deepspeed.writing.options import MODEL_DTYPES, NativeOptions
-from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
+
+if TYPE_CHECKING:
+    from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
 
 __all__ = ["MODEL_DTYPES", "NativeOptions", "lay_out_deepspeed"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the writer when it is first asked for: the options are needed by every conversion."""
+    if name != "lay_out_deepspeed":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
+
+    return lay_out_deepspeed

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
 from reshard.formats.dtypes import DType
-from reshard.formats.layout_source import LayoutSource
+
+if TYPE_CHECKING:
+    from reshard.formats.layout_source import LayoutSource
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that a DeepSpeed engine can run a model in."""
