@@ -34,7 +34,7 @@ from reshard.geometry.index_math import row_major_strides
 from reshard.geometry.links import Link, make_link, meet
 from reshard.geometry.map_value import MapValue
 from reshard.geometry.matching import matched
-from reshard.geometry.ordering import classes_of, order_by, starts_of
+from reshard.geometry.ordering import classes_of, kinds_of, order_by, starts_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.tables import LinkTable
 
@@ -255,9 +255,7 @@ def folded_map(
     logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]], table: PieceTable
 ) -> ParamAffineMap:
     """Return the canonical map of pieces whose links are seen from the shard (near the shard)."""
-    kinds = np.unique(table.scale)
-    scale = np.searchsorted(kinds, table.scale)
-    order, label = classes_of([table.rank, table.place, scale])
+    order, label = classes_of([table.rank, table.place, kinds_of(table.scale)[1]])
     group = np.empty(len(order), np.int64)
     group[order] = label
     lead = order[starts_of(label)]
@@ -297,11 +295,14 @@ def maps_from_document(document: object, *, validate: bool = False) -> dict[str,
     InvalidMapError
         When ``validate`` is set and a map is not valid.
     """
-    entries = read_params(document)
-    maps = {
-        pattern: _built(entry, f'affine_map.params."{pattern}"')
-        for pattern, entry in entries.items()
-    }
+    maps: dict[str, ParamAffineMap] = {}
+    known: dict[object, ParamAffineMap] = {}  # a model has tens of maps for thousands of names
+    for pattern, entry in read_params(document).items():
+        shape, shapes, pieces = entry
+        content = (shape, tuple(shapes.items()), tuple(pieces.items()))
+        if content not in known:
+            known[content] = _built(entry, f'affine_map.params."{pattern}"')
+        maps[pattern] = known[content]
     if validate:
         for pattern, one in maps.items():
             one.validate(pattern)

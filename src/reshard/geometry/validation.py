@@ -27,7 +27,7 @@ from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
 from reshard.geometry.notation import ranges_text
-from reshard.geometry.ordering import Ints
+from reshard.geometry.ordering import Ints, kinds_of
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.refinement import Arrangement, Groups, names_once
@@ -235,7 +235,7 @@ def _groups(sets: Sequence[tuple[int, ...]]) -> Groups:
 
 def _check_scales(subject: Subject) -> None:
     table = subject.table
-    kinds, kind = np.unique(table.scale, return_inverse=True)
+    kinds, kind = kinds_of(table.scale)
     if len(kinds) < 2:
         return
     parts, rows, owners = Arrangement(table.link, kind).parts()

@@ -260,11 +260,9 @@ def _model_files(checkpoint: Checkpoint) -> Iterator[OutputFile]:
         kept = {str(key): value for key, value in part.items()} if isinstance(part, Mapping) else {}
         root = {**kept, **shared}
         root.setdefault("lr_scheduler", None)
-        for name in (
-            f"mp_rank_{rank:02d}_model_states.pt",
-            f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt",
-        ):
-            yield _value_file(name, root)
+        file = _value_file(f"mp_rank_{rank:02d}_model_states.pt", root)
+        yield file
+        yield replace(file, path=f"zero_pp_rank_0_{file.path}")
 
 
 def _model_keys(checkpoint: Checkpoint, ranks: int) -> dict[str, object]:
