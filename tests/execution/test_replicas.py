@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,27 @@ class TestFirst:
             assert finding.largest == max(
                 abs(1.5 - full.flat[5]), abs(2.5 - full.flat[6]), abs(3.5 - full.flat[20_999])
             )
+
+    def test_elements_that_are_written_several_times_count_once(
+        self, tmp_path: Path, full: Array
+    ) -> None:
+        changes = {2: {6: 2.5, 20_999: 3.5}}
+        checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 3), changes)
+        layout = split(full.shape, 0, (10, 20))
+        twice = {0: (0, 1), 1: (2, 3)}
+        everywhere = ParamAffineMap(
+            full.shape,
+            {r: layout.shard_shapes[old] for old, new in twice.items() for r in new},
+            {
+                r: tuple(replace(piece, locations=new) for piece in layout.pieces_by_rank[old])
+                for old, new in twice.items()
+                for r in new
+            },
+        )
+        job = plan(checkpoint, target_for(checkpoint, {KEY: everywhere}), replicas="first")
+        report = execute(job, tmp_path / "out", workers=2, max_memory=MIB)
+        (finding,) = report.replicas
+        assert (finding.count, finding.first) == (2, 6)
 
     def test_the_manifest_tells_too(self, tmp_path: Path, full: Array) -> None:
         checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), {1: {5: 1.5}})

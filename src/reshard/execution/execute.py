@@ -233,7 +233,9 @@ class _Run:
             if not self._is_published(found):
                 return None
             kept = len(found.records.slots)
-            return self._report(kept, kept, self._nbytes(found.records), _findings(found.records))
+            return self._report(
+                kept, kept, self._nbytes(found.records), self._findings(found.records)
+            )
         # Its journal is the first that goes when it cleans up, so the manifest must speak.
         try:
             manifest = read_manifest(self.staging.destination)
@@ -285,7 +287,7 @@ class _Run:
             self._clean_up(error)
             raise
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
-        return self._report(len(records.slots), kept, kept_nbytes, _findings(records))
+        return self._report(len(records.slots), kept, kept_nbytes, self._findings(records))
 
     def _nbytes(self, records: Records) -> int:
         """Bytes of the slots that are finished."""
@@ -349,7 +351,7 @@ class _Run:
     def _complete(self, journal: Journal, records: Records, fingerprints: Fingerprints) -> None:
         """Write the manifest, make everything durable, and say so in the journal."""
         text = manifest_text(
-            self.plan, records, fingerprints, _findings(records), __version__
+            self.plan, records, fingerprints, self._findings(records), __version__
         ).encode()
         (self.staging.data / MANIFEST_NAME).write_bytes(text)
         self.stage("manifest")
@@ -389,8 +391,19 @@ class _Run:
             replicas=findings,
         )
 
+    def _findings(self, records: Records) -> tuple[ReplicaFinding, ...]:
+        """Replicas that were let through, by name and state, whoever found them.
 
-def _findings(records: Records) -> tuple[ReplicaFinding, ...]:
-    """Replicas that were let through, by name and state, whoever found them."""
-    slots = sorted(records.slots.items())
-    return joined_findings(finding for _, record in slots for finding in record.findings)
+        An output may have the same elements several times; they are counted once.
+        """
+        found: dict[object, ReplicaFinding] = {}
+        for (file, number), record in sorted(records.slots.items()):
+            fills = self.plan.files[file].slots[number].fills
+            for finding in record.findings:
+                places = tuple(
+                    (fill.route.numel, fill.route.origins)
+                    for fill in fills
+                    if fill.key == finding.key
+                )
+                found.setdefault((finding.key, places), finding)
+        return joined_findings(found.values())
