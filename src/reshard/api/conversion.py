@@ -32,7 +32,7 @@ from reshard.execution import (
     sizes_for,
 )
 from reshard.execution.destination import check_apart, check_free, check_names
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
@@ -106,6 +106,16 @@ class ConversionReport:
     replicas: str = "refuse"
     drift: tuple[ReplicaFinding, ...] = ()
     comparison: Comparison | None = None
+
+    @property
+    def topology(self) -> Topology | None:
+        """The degrees that the output is for, None where it is the same for all."""
+        return self.plan.topology
+
+    @property
+    def kind(self) -> str:
+        """Format and topology of the output, in words."""
+        return f"{self.format}, {self.topology}" if self.topology else self.format
 
     @property
     def sound(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
+from reshard.formats.checkpoint import Topology
 from reshard.formats.dtypes import DType
 
 if TYPE_CHECKING:
@@ -116,3 +117,8 @@ class NativeOptions:
     def mp(self) -> int:
         """Number of model-parallel ranks."""
         return self.tp * self.pp
+
+    @property
+    def topology(self) -> Topology:
+        """The degrees alone."""
+        return Topology(self.stage, self.dp, self.tp, self.pp, self.ep)

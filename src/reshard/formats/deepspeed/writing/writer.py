@@ -77,7 +77,7 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
         *_optimizer_files(columns, shelf),
     ]
     said = notes(contents, options, [column.banks for column in columns], _empty(columns))
-    return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said))
+    return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
 
 
 def _columns(
