@@ -28,9 +28,10 @@ from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.plain_optimizer import plain_optimizer, require_plain
 from reshard.formats.deepspeed.writing.settings import carried_part, notes
+from reshard.formats.deepspeed.writing.source_cuts import source_of
 from reshard.formats.deepspeed.writing.stages import layer_files, stages_of
 from reshard.formats.deepspeed.writing.target_info import target_info
-from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of, source_of
+from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of
 from reshard.formats.target import OutputFile, Target
 
 POINTER = "latest"
