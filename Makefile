@@ -42,9 +42,10 @@ unit: $(VENV)/ready
 docs: $(VENV)/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# every cell of the native-resume matrix, not only those that CI runs
+# every cell of the matrices of native resumes, not only those that CI runs
 test-matrix: $(VENV)/ready
-	RESHARD_MATRIX=1 $(BIN)/python -m pytest tests/deepspeed_judge/test_native_resume.py
+	RESHARD_MATRIX=1 $(BIN)/python -m pytest $(addprefix tests/deepspeed_judge/test_native_, \
+		resume.py matrix.py trainer.py)
 
 # many more moments to be killed at than CI has time for
 test-crash: $(VENV)/ready
@@ -56,7 +57,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) $(TORCH_ARGS) $(TORCH) -c constraints.txt
 	$(PIP) -c constraints.txt setuptools wheel hatchling editables ninja py-cpuinfo
-	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed transformers
+	DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation deepspeed transformers accelerate
 	$(PIP) -c constraints.txt --no-build-isolation --editable '.[test]'
 	touch $@
 

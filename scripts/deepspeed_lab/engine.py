@@ -106,7 +106,7 @@ def run_steps(engine: Any, recipe: Recipe, steps: Iterable[int]) -> list[float]:
         row = groups.get_data_parallel_rank()
     losses = []
     for step in steps:
-        input_ids, labels = batch(step, row, recipe.dp)
+        input_ids, labels = batch(step, row, recipe.dp, recipe.rows)
         output = engine(input_ids=input_ids, labels=labels)
         loss = output if torch.is_tensor(output) else output.loss
         engine.backward(loss)
@@ -117,13 +117,15 @@ def run_steps(engine: Any, recipe: Recipe, steps: Iterable[int]) -> list[float]:
     return losses
 
 
-def batch(step: int, dp_rank: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's rows of the step's fixed data."""
+def batch(
+    step: int, dp_rank: int, dp: int, total: int = GLOBAL_BATCH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows of the step's fixed data, which are ``total`` for all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (GLOBAL_BATCH, SEQUENCE)
+    shape = (total, SEQUENCE)
     input_ids = torch.randint(0, VOCAB, shape, generator=generator)
     labels = torch.randint(0, VOCAB, shape, generator=generator)
-    rows = slice(dp_rank * GLOBAL_BATCH // dp, (dp_rank + 1) * GLOBAL_BATCH // dp)
+    rows = slice(dp_rank * total // dp, (dp_rank + 1) * total // dp)
     return input_ids[rows], labels[rows]
 
 

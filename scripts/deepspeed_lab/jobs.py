@@ -22,6 +22,7 @@ from scripts.deepspeed_lab.pipelines import resume_pipeline, train_pipeline
 from scripts.deepspeed_lab.recipe import TAG, Recipe
 from scripts.deepspeed_lab.results import Resumed, Trained
 from scripts.deepspeed_lab.states import held_by_all, probe_layout
+from scripts.deepspeed_lab.trainer import run_trainer
 
 __all__ = [
     "convert_with_deepspeed",
@@ -32,6 +33,7 @@ __all__ = [
     "resume_mixture_natively",
     "resume_pipeline",
     "resume_pipeline_natively",
+    "run_trainer",
     "save_large",
     "train",
     "train_fsdp",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 GLOBAL_BATCH = 4
-"""Rows of every step, over all data-parallel ranks."""
+"""Rows of every step, over all data-parallel ranks, where a recipe does not say otherwise."""
 
 TAG = "step3"
 """Checkpoints are saved after three steps."""
@@ -63,6 +63,8 @@ class Recipe:
     """More keys of the DeepSpeed configuration."""
     models_file: Path | None = None
     """Where the model is defined; None: in :mod:`scripts.deepspeed_lab.models`."""
+    rows: int = GLOBAL_BATCH
+    """Rows of every step. The run is the same at every data-parallel degree that divides them."""
 
     @property
     def dp(self) -> int:
@@ -96,7 +98,7 @@ class Recipe:
     def deepspeed_config(self, *, load_universal: bool = False) -> dict[str, Any]:
         """Return the configuration that ``deepspeed.initialize`` takes."""
         config = copy.deepcopy({**BASE_CONFIG, **self.config})
-        config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // self.dp
+        config["train_micro_batch_size_per_gpu"] = self.rows // self.dp
         config["zero_optimization"] = {"stage": self.stage, **self.zero}
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}

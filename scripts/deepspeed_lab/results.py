@@ -79,3 +79,14 @@ class Mixed:
     weights: dict[str, torch.Tensor]
     """The weights of the model itself, whole, as fp32."""
     losses: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Coached:
+    """A run of ``transformers.Trainer``: its log, a number a step, and what the engines held."""
+
+    held: Held
+    """When the first folder was saved, or when one had been loaded."""
+    losses: list[float]
+    rates: list[float]
+    epochs: list[float]

@@ -58,3 +58,27 @@ class MixRecipe:
 
     def __str__(self) -> str:
         return f"ep{self.ep} dp{self.dp} zero{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRecipe:
+    """A run of ``transformers.Trainer``, data-parallel.
+
+    Parameters
+    ----------
+    world
+        Number of processes.
+    stage, dtype
+        ZeRO stage and model dtype.
+    trainers_optimizer
+        Whether the trainer makes its AdamW itself, in two parameter groups, and DeepSpeed wraps it.
+    """
+
+    world: int
+    stage: int
+    dtype: str = "fp32"
+    trainers_optimizer: bool = False
+
+    def __str__(self) -> str:
+        optimizer = " own optimizer" if self.trainers_optimizer else ""
+        return f"zero{self.stage} dp{self.world} {self.dtype}{optimizer}"

@@ -18,6 +18,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.torch_archive import read_archive, read_bytes
 from tests.faces.samples import values
+from tests.truth import GOLDEN
 
 Capture = pytest.CaptureFixture[str]
 
@@ -89,6 +90,28 @@ def test_a_dry_run_writes_nothing(sample: Checkpoint, out: Path, capsys: Capture
     assert re.search(r"  time +about \S+ \S+, by a probe of the disks\n", said)
     for word in ("would read   360 B, 4 B of it to compare", "would write  ", "disk ", "memory  "):
         assert word in said
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_the_topology_of_the_output_is_said(dry: list[str], out: Path, capsys: Capture) -> None:
+    source = GOLDEN / "llama_z1_tp2dp2_fp32/ckpt"
+    words = ["convert", str(source), str(out), *dry, "--to", "deepspeed"]
+    topology = ["--stage", "3", "--dp", "3", "--tp", "2"]
+    assert main([*words, *topology, "--quiet"]) == 0
+    line = re.search(r"^  to +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert line is not None
+    assert line[1] == f"{out} (deepspeed, ZeRO-3 dp3 tp2 pp1 ep1)"
+    assert main([*words, *topology, "--json", "--overwrite"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["source"]["topology"] == {"stage": 1, "dp": 2, "tp": 2, "pp": 1, "ep": 1}
+    assert said["topology"] == {"stage": 3, "dp": 3, "tp": 2, "pp": 1, "ep": 1}
+
+
+def test_a_format_that_is_the_same_for_all_has_no_topology(
+    sample: Checkpoint, out: Path, capsys: Capture
+) -> None:
+    assert main(["convert", sample.path, str(out), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["topology"] is None
 
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(

@@ -32,9 +32,9 @@ from reshard.execution import (
     sizes_for,
 )
 from reshard.execution.destination import check_apart, check_free, check_names
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.formats.deepspeed.writing import NativeOptions
-from reshard.formats.registry import ReadOptions, WriteOptions, lay_out, writer_of
+from reshard.formats.registry import ReadOptions, WriteOptions, is_cut, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
 from reshard.formats.safetensors import SafetensorsOptions
@@ -106,6 +106,16 @@ class ConversionReport:
     replicas: str = "refuse"
     drift: tuple[ReplicaFinding, ...] = ()
     comparison: Comparison | None = None
+
+    @property
+    def topology(self) -> Topology | None:
+        """The degrees that the output is for, None where it is the same for all."""
+        return self.plan.topology
+
+    @property
+    def kind(self) -> str:
+        """Format and topology of the output, in words."""
+        return f"{self.format}, {self.topology}" if self.topology else self.format
 
     @property
     def sound(self) -> bool:
@@ -191,7 +201,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     start = time.perf_counter()
     memory = size_of(max_memory)
     final, states = destination_of(destination), states or writer_of(to).states
-    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
+    whole = _opened(source, also, layout, reading, options)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, whole, to)
     complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
@@ -220,6 +230,22 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     pair = comparable(chosen, open_checkpoint(final))
     found = pair.compared(workers=threads, max_memory=memory, progress=progress)
     return replace(report, comparison=found)
+
+
+def _opened(
+    source: AnyPath,
+    also: Sequence[AnyPath] | AnyPath,
+    layout: AnyPath | None,
+    reading: ReadOptions | None,
+    options: WriteOptions | None,
+) -> Checkpoint:
+    """Open the source; of whole tensors the layout is the target's alone, and is checked here."""
+    folders = paths_of("also", also)
+    if layout is None or not isinstance(options, NativeOptions) or is_cut(source, also=folders):
+        return open_checkpoint(source, also=also, layout=layout, reading=reading)
+    whole = open_checkpoint(source, also=also, reading=reading)
+    read_stated_layouts(layout).require_used(whole.names)
+    return whole
 
 
 def _timed(forecast: ConversionReport, job: Plan, *, fsync: bool) -> ConversionReport:

@@ -1,7 +1,8 @@
 """The JSON documents of ``convert`` and ``verify``.
 
 ``reshard.convert/1``
-    `source` {`path`, `format`, `topology`}, `destination`, `format`, `pointer`,
+    `source` {`path`, `format`, `topology`}, `destination`, `format`,
+    `topology` (of the output, null where it is the same for all), `pointer`,
     `pointed_to` (what the pointer said before, null when the same or nothing), `dry_run`;
     `tensors` [as in ``reshard.inspect/1``], `left_out`, `kept`, `kept_nbytes`;
     `read_nbytes`, `compared_nbytes`, `strided_nbytes`, `write_nbytes`, `files`, `seconds`;
@@ -61,6 +62,7 @@ def conversion_document(report: ConversionReport) -> Document:
         },
         "destination": report.destination,
         "format": report.format,
+        "topology": None if report.topology is None else topology_document(report.topology),
         "pointer": report.pointer,
         "pointed_to": report.pointed_to,
         "dry_run": report.dry_run,

@@ -99,7 +99,7 @@ def _verdict(report: ConversionReport) -> Block:
 def _from_and_to(report: ConversionReport) -> Iterator[tuple[str, object]]:
     source = report.source
     yield "from", f"{source.path} ({source.format}, {source.topology})"
-    yield "to", f"{report.destination} ({report.format})"
+    yield "to", f"{report.destination} ({report.kind})"
     yield "pointer", _pointer(report)
     yield "tensors", _tensors(report)
 

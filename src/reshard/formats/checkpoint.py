@@ -279,6 +279,8 @@ class Checkpoint:
         What the reader found wrong.
     copies
         Where the model's own weights must be the masters rounded, for whoever reads bytes.
+    cuts
+        How the source cut parameters over its tensor ranks, by name, where the user stated that.
     is_export
         Whether it is of a format that holds what is used when training is over: some states,
         perhaps rounded, and nothing of the optimizer's beside them.
@@ -295,6 +297,7 @@ class Checkpoint:
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
     copies: tuple[RoundedCopy, ...] = ()
+    cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
     is_export: bool = False
 
     @property

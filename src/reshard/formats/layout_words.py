@@ -109,11 +109,12 @@ def read_rule(word: str, fields: Cursor) -> Rule:
 
 def _replicated(fields: Cursor) -> Rule:
     stated = fields.maybe("scale")
-    scale = 1.0 if stated is None else _number(stated)
+    scale = 1.0 if stated is None else number_of(stated)
     return lambda shards, degree: replicated(shards, degree, scale)
 
 
-def _number(cursor: Cursor) -> float:
+def number_of(cursor: Cursor) -> float:
+    """A value that is a number."""
     if isinstance(cursor.value, bool) or not isinstance(cursor.value, (int, float)):
         raise cursor.unexpected("a number")
     return float(cursor.value)
@@ -145,7 +146,7 @@ def _gate_up(_fields: Cursor) -> Rule:
 def _sub_param(fields: Cursor) -> Rule:
     dim = fields.at("partition_dim").integer()
     count, view = fields.maybe("sub_params"), fields.maybe("view")
-    sizes, widths = fields.maybe("sub_dim_sizes"), _rows(fields.maybe("shard_widths"))
+    sizes, widths = fields.maybe("sub_dim_sizes"), rows_of(fields.maybe("shard_widths"))
     if (count is None) == (sizes is None and view is None):
         raise LayoutError(
             f"a sub_param layout at {fields.path} needs either `sub_params`, a number of equal "
@@ -155,7 +156,7 @@ def _sub_param(fields: Cursor) -> Rule:
     if count is not None:
         number = count.integer(1)
         return lambda shards, degree: equal_parts(shards, number, dim, degree)
-    entries = None if view is None else [_extent(entry) for entry in view.each()]
+    entries = None if view is None else [extent_of(entry) for entry in view.each()]
     stated = None if sizes is None else sizes.shape()
 
     def rule(shards: Shards, degree: int) -> ParamAffineMap:
@@ -171,23 +172,30 @@ def _sub_param(fields: Cursor) -> Rule:
     return rule
 
 
-def _extent(entry: Cursor) -> int | tuple[int, ...]:
+def extent_of(entry: Cursor) -> int | tuple[int, ...]:
+    """An entry of a view: an extent, or the extents of sub-parameters."""
     return entry.shape() if isinstance(entry.value, (list, tuple)) else entry.integer(-1)
 
 
-def _rows(cursor: Cursor | None) -> list[tuple[int, ...]] | None:
+def rows_of(cursor: Cursor | None) -> list[tuple[int, ...]] | None:
+    """A list of lists of extents."""
     return None if cursor is None else [row.shape() for row in cursor.each()]
 
 
-def _segmented(fields: Cursor) -> Rule:
-    dim = fields.at("partition_dim").integer()
+def segments_of(fields: Cursor) -> list[tuple[int, bool]]:
+    """The blocks of a segmented layout: extent, and whether every rank holds it."""
     segments = []
     for entry in fields.at("segments").each():
         kind = entry.at(1).text()
         if kind not in ("split", "replicated"):
             raise entry.at(1).unexpected('"split" or "replicated"')
         segments.append((entry.at(0).integer(), kind == "replicated"))
-    stated = _rows(fields.maybe("split_widths"))
+    return segments
+
+
+def _segmented(fields: Cursor) -> Rule:
+    dim, segments = fields.at("partition_dim").integer(), segments_of(fields)
+    stated = rows_of(fields.maybe("split_widths"))
 
     def rule(shards: Shards, degree: int) -> ParamAffineMap:
         first = next(iter(shards.values()))
@@ -241,11 +249,7 @@ def _fused_qkv(fields: Cursor) -> Rule:
             file=fields.file,
             expected=", ".join(FUSED_KINDS),
         )
-    counts = {
-        name: None if (found := fields.maybe(name)) is None else found.integer(1)
-        for name in ("kv_heads", "heads", "hidden")
-    }
-    numbers = ModelNumbers(counts["kv_heads"], counts["heads"], counts["hidden"])
+    numbers = numbers_of(fields)
 
     def rule(shards: Shards, degree: int) -> ParamAffineMap:
         shape, sizes = joined(shards, 0, degree)
@@ -256,6 +260,15 @@ def _fused_qkv(fields: Cursor) -> Rule:
         return builder(shape, degree, numbers)
 
     return rule
+
+
+def numbers_of(fields: Cursor) -> ModelNumbers:
+    """The numbers of the model that a fused layout states."""
+    counts = {
+        name: None if (found := fields.maybe(name)) is None else found.integer(1)
+        for name in ("kv_heads", "heads", "hidden")
+    }
+    return ModelNumbers(counts["kv_heads"], counts["heads"], counts["hidden"])
 
 
 def _shared_qk(fields: Cursor) -> Rule:

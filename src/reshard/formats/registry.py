@@ -105,6 +105,8 @@ class Format:
         The writer, None when the format is read only.
     survey
         Opens every file by itself and collects what is wrong, None where only the reader knows.
+    is_cut
+        Whether tensors may be cut over tensor ranks, so that their layout can be stated.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Format:
     read: Callable[[TagFolder, StatedLayouts | None, ReadOptions | None], Checkpoint]
     writer: Writer[Any] | None = None
     survey: Callable[[TagFolder], Survey] | None = None
+    is_cut: bool = False
 
 
 def _is_universal(folder: TagFolder) -> bool:
@@ -247,6 +250,7 @@ FORMATS: Mapping[str, Format] = {
             _open_deepspeed,
             Writer(NativeOptions, _lay_out_deepspeed),
             _survey_deepspeed,
+            is_cut=True,
         ),
         Format(
             "safetensors",
@@ -303,6 +307,18 @@ def open_checkpoint(
         expected=f"one of {', '.join(FORMATS)}",
         next_step="name the tag folder itself",
     )
+
+
+def is_cut(path: str | os.PathLike[str], *, also: Sequence[str] = ()) -> bool:
+    """Whether tensors of a checkpoint may be cut, so that the user may state their layout.
+
+    Parameters
+    ----------
+    path, also
+        As for :func:`open_checkpoint`.
+    """
+    folder = resolve_folder(path, also)
+    return next((entry.is_cut for entry in FORMATS.values() if entry.recognises(folder)), True)
 
 
 def survey(folder: TagFolder) -> Survey:

@@ -32,10 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import DocumentError, LayoutError, MissingFileError, UsageError
+from reshard.formats.layout_cuts import CutRule, read_cut, stated_map
 from reshard.formats.layout_source import (
     GovernedMap,
     LayoutSource,
     Shape,
+    listed,
     located,
     require_fit,
 )
@@ -43,6 +45,8 @@ from reshard.formats.layout_words import Rule, read_rule
 from reshard.formats.parsing import Cursor
 from reshard.formats.patterns import compile_pattern, quoted
 from reshard.geometry import ParamAffineMap, maps_from_document
+from reshard.layouts.autotp import Widths
+from reshard.layouts.builders import replicated_map
 
 LARGEST_FILE = 1 << 28
 """Largest file of layouts that is read, in bytes."""
@@ -62,6 +66,8 @@ class StatedRule:
         The layout, for messages.
     rule
         From shapes of shards to the map.
+    cut
+        From the shape of a parameter to the map of a target.
     vocabulary_size
         Rows of dim 0 that count, None when all do.
     """
@@ -70,6 +76,7 @@ class StatedRule:
     pattern: re.Pattern[str]
     word: str
     rule: Rule
+    cut: CutRule
     vocabulary_size: int | None = None
 
 
@@ -104,19 +111,66 @@ class StatedLayouts(LayoutSource):
         if not matching:
             return None
         stated = matching[0]
-        try:
-            found = stated.rule(shards, degree)
-        except LayoutError as error:
-            raise located(error, name, self.file) from error
+        if degree == 1 and stated.word not in ("replicated", "map"):
+            # What is stated is about more ranks: of the run that the checkpoint is written for.
+            found = replicated_map(next(iter(shards.values())), 1)
+        else:
+            found = self._ruled(stated, name, shards, degree)
         require_fit(name, found, shards, self.file)
         words = f"stated: {stated.word} for {quoted(stated.text)}"
         return _without_padding(found, stated.vocabulary_size, words)
+
+    def _ruled(
+        self, stated: StatedRule, name: str, shards: Mapping[int, Shape], degree: int
+    ) -> ParamAffineMap:
+        try:
+            return stated.rule(shards, degree)
+        except LayoutError as error:
+            raise located(error, name, self.file) from error
+
+    def cut_of(self, name: str, shape: Shape, widths: Widths) -> ParamAffineMap:
+        """How a target cuts a parameter that is covered.
+
+        Parameters
+        ----------
+        name
+            The parameter.
+        shape
+            Its shape, padding included.
+        widths
+            How wide the parts of its layer are.
+
+        Raises
+        ------
+        LayoutError
+            When the word does not fit the shape, or does not tell the widths.
+        """
+        return self._matching(name)[0].cut(shape, widths)
+
+    def vocabulary_size(self, name: str) -> int | None:
+        """Rows of a parameter that count, None where nothing is stated about padding."""
+        matching = self._matching(name)
+        return matching[0].vocabulary_size if matching else None
 
     def unused(self, names: Collection[str]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""
         for rule in self.rules:
             if not any(map(rule.pattern.match, names)):
                 yield f"no parameter matches {quoted(rule.text)} of {self.file}"
+
+    def require_used(self, names: Collection[str]) -> None:
+        """Refuse a file that no reader has checked: rules for nothing, or two for one parameter.
+
+        Raises
+        ------
+        LayoutError
+            With all of them.
+        """
+        objections = [*self.unused(names), *self.unclear({name: {} for name in names})]
+        if objections:
+            raise LayoutError(
+                listed(objections, "; "), file=self.file, next_step="correct the patterns"
+            )
 
     def unclear(self, shapes: Mapping[str, Mapping[int, Shape]]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""
@@ -227,6 +281,7 @@ def _maps(document: Cursor) -> Iterator[StatedRule]:
             pattern=compile_pattern(pattern, document.file),
             word="map",
             rule=_always(stated),
+            cut=stated_map(stated),
         )
 
 
@@ -246,5 +301,6 @@ def _rules(table: Cursor) -> Iterator[StatedRule]:
             pattern=compile_pattern(rf"(?:{text})\Z", table.file),
             word=word.text(),
             rule=read_rule(word.text(), fields),
+            cut=read_cut(word.text(), fields),
             vocabulary_size=None if rows is None else rows.integer(1),
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.formats.checkpoint import TensorKey
+from reshard.formats.checkpoint import TensorKey, Topology
 from reshard.formats.dtypes import DType
 from reshard.geometry import ParamAffineMap
 
@@ -109,9 +109,12 @@ class Target:
         `(file name, text)` of the pointer file beside the output folder, written last, or None.
     notes
         What the user should know: what was left out, and why.
+    topology
+        The degrees that it is written for, None where it is the same for all.
     """
 
     format: str
     files: tuple[OutputFile, ...]
     pointer: tuple[str, str] | None = None
     notes: tuple[str, ...] = ()
+    topology: Topology | None = None

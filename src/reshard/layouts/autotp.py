@@ -20,7 +20,7 @@ Sources: `module_inject/tp_shard.py` (`get_shard_size`), `module_inject/layers.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.errors import LayoutError
 from reshard.geometry import AffinePiece, ParamAffineMap
@@ -122,6 +122,90 @@ def shard_sizes(
 def _nearly_even(total: int, parts: int) -> tuple[int, ...]:
     each, more = divmod(total, parts)
     return tuple(each + (part < more) for part in range(parts))
+
+
+HEADS_UNSTATED = "its parts follow from the number of key/value heads, which nobody states"
+
+TWO_RULES = "whether heads decide about its parts is open: its name says both"
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """How wide the parts of one layer are at one degree.
+
+    Parameters
+    ----------
+    degree
+        Number of ranks.
+    numbers
+        What decides the widths.
+    layers
+        The names by which AutoTP may know the layer.
+
+    Examples
+    --------
+    >>> Widths.of_parameter("layers.0.self_attn.k_proj.weight", 4, ModelNumbers(kv_heads=2)).of(16)
+    (8, 8, 0, 0)
+    >>> Widths.of_parameter("layers.0.mlp.fc.weight", 4, ModelNumbers()).of(16)
+    (4, 4, 4, 4)
+    >>> Widths.of_parameter("layers.0.self_attn.k_proj.weight", 4, ModelNumbers()).of(16)
+    Traceback (most recent call last):
+    reshard.errors.LayoutError: its parts follow from the number of key/value heads, which ...
+    """
+
+    degree: int
+    numbers: ModelNumbers
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of_parameter(cls, name: str, degree: int, numbers: ModelNumbers) -> Widths:
+        """Those of the layer that a parameter belongs to.
+
+        AutoTP knows it by its whole path, or by its own name and that of the module it is in; the
+        language-model head also by its own name alone.
+        """
+        path = name.split(".")[:-1]
+        names = {".".join(path), ".".join(path[-2:])}
+        own = {path[-1]} & OUTPUT_HEADS if path else set()
+        return cls(degree, numbers, tuple(sorted(names | own)))
+
+    def of(self, total: int) -> tuple[int, ...]:
+        """Extent of each rank's part of a dim of `total` elements.
+
+        Raises
+        ------
+        LayoutError
+            When the heads decide and are not known, or the names of the layer disagree.
+        """
+        if self.numbers.kv_heads is None and any(map(follows_heads, self.layers)):
+            raise LayoutError(HEADS_UNSTATED)
+        found = {self._sizes(total, layer) for layer in self.layers}
+        if len(found) > 1:
+            raise LayoutError(TWO_RULES, found=sorted(found))
+        return found.pop()
+
+    def _sizes(self, total: int, layer: str) -> tuple[int, ...]:
+        numbers = self.numbers
+        return shard_sizes(
+            total, self.degree, kv_heads=numbers.kv_heads, grain=numbers.grain, layer=layer
+        )
+
+    def even(self, total: int) -> tuple[int, ...]:
+        """The same where heads never decide: as even as it goes."""
+        return _nearly_even(total, self.degree)
+
+    def completed(self, own: ModelNumbers) -> ModelNumbers:
+        """Numbers that are stated for the layer, and the number of heads where they lack it.
+
+        Raises
+        ------
+        LayoutError
+            When nobody states the number of heads.
+        """
+        heads = own.kv_heads or self.numbers.kv_heads
+        if heads is None:
+            raise LayoutError(HEADS_UNSTATED)
+        return replace(own, kv_heads=heads)
 
 
 def column_parallel_map(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint import TensorKey
+    from reshard.formats.checkpoint import TensorKey, Topology
     from reshard.formats.dtypes import DType
     from reshard.geometry import ParamAffineMap
     from reshard.planning.moves import Ints, Move
@@ -183,6 +183,8 @@ class Plan:
         What it was made from.
     notes
         What the user should know.
+    topology
+        The degrees that the output is for, None where it is the same for all.
     """
 
     format: str
@@ -192,6 +194,7 @@ class Plan:
     replicas: str = "refuse"
     origin: Origin = field(default_factory=Origin)
     notes: tuple[str, ...] = ()
+    topology: Topology | None = None
 
     def fills(self) -> Iterator[PlannedFill]:
         """Every fill of every slot of every file, in order."""

@@ -78,6 +78,7 @@ def plan(checkpoint: Checkpoint, target: Target, *, replicas: str = "refuse") ->
         replicas=replicas,
         origin=origin_of(checkpoint),
         notes=target.notes,
+        topology=target.topology,
     )
 
 

@@ -25,7 +25,7 @@ def plan_page(report: ConversionReport) -> str:
     return page(
         "Plan of a conversion",
         f"{source.path} ({source.format}, {source.topology}) → {report.destination} "
-        f"({report.format})",
+        f"({report.kind})",
         _facts(report),
         *([section("Notes", *notes)] if notes else []),
         section(

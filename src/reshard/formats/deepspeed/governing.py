@@ -45,6 +45,8 @@ class Governor:
         Fused expert parameters, by name.
     restore_keys
         Keys that universal loaders need beside a tensor, by name; filled as maps are found.
+    cuts
+        Maps over tensor ranks, by name; filled as maps are found.
     """
 
     layouts: Layouts
@@ -52,6 +54,7 @@ class Governor:
     file: str
     experts: Mapping[str, ExpertLayer]
     restore_keys: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    cuts: dict[str, GovernedMap] = field(default_factory=dict)
 
     def govern(
         self, shapes: Mapping[str, Mapping[int, Shape]], whole: Iterable[str]
@@ -109,6 +112,8 @@ class Governor:
             stages.setdefault(column // self.tp, {})[column % self.tp] = shape
         maps = {stage: self.layouts.map_of(name, held) for stage, held in stages.items()}
         first = next(iter(maps.values()))
+        if first is not None:
+            self.cuts[name] = first
         if first is None or list(maps) == [0]:
             return first
         if any(other is None or other.map != first.map for other in maps.values()):

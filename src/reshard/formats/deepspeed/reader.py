@@ -417,7 +417,19 @@ class _Reading:
             files=self.inventory.source_files(),
             problems=tuple(dict.fromkeys((*self.found.problems, *self._notes()))),
             copies=tuple(self._copies(aliases)),
+            cuts=self._stated_cuts(governor),
         )
+
+    def _stated_cuts(self, governor: Governor) -> dict[str, ParamAffineMap]:
+        """The cuts that a stated layout decided: no other file says them again."""
+        stated = self.stated
+        if stated is None or self.degrees.tp == 1:
+            return {}
+        return {
+            name: found.map
+            for name, found in governor.cuts.items()
+            if stated.covers(name) and found.padded is None
+        }
 
     def _copies(self, aliases: Mapping[str, str]) -> Iterator[RoundedCopy]:
         """The model's own weights beside the masters (ZeRO-3 has placeholders, experts files).

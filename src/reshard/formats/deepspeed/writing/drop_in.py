@@ -74,7 +74,7 @@ def lay_out_drop_in(checkpoint: Checkpoint, options: NativeOptions) -> tuple[Che
     files.append(_literal_file(POINTER, tag.encode()))
     files += (_carried_file(path, folder) for path in carried)
     said = (f"left out, of ranks of another topology: {', '.join(left)}",) if left else ()
-    target = Target(native.format, tuple(files), None, (*native.notes, *said))
+    target = replace(native, files=tuple(files), pointer=None, notes=(*native.notes, *said))
     return _with_files(checkpoint, tensors), target
 
 

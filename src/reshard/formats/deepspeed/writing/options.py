@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
+from reshard.formats.checkpoint import Topology
 from reshard.formats.dtypes import DType
 
 if TYPE_CHECKING:
-    from reshard.formats.layout_source import LayoutSource
+    from reshard.formats.stated_layouts import StatedLayouts
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that a DeepSpeed engine can run a model in."""
@@ -77,7 +78,7 @@ class NativeOptions:
     sub_group_size: int | None = None
     kv_heads: int | None = None
     vocab_multiple: int | None = None
-    layouts: LayoutSource | None = None
+    layouts: StatedLayouts | None = None
     drop_in: bool = False
 
     def __post_init__(self) -> None:
@@ -116,3 +117,8 @@ class NativeOptions:
     def mp(self) -> int:
         """Number of model-parallel ranks."""
         return self.tp * self.pp
+
+    @property
+    def topology(self) -> Topology:
+        """The degrees alone."""
+        return Topology(self.stage, self.dp, self.tp, self.pp, self.ep)

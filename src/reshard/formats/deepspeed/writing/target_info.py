@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from reshard.formats.deepspeed.info_entry import deepspeed_info, exact
 from reshard.formats.deepspeed.key_lowering import Branch
 from reshard.formats.deepspeed.writing.rescaling import ranges_along
-from reshard.formats.deepspeed.writing.tensor_parallel import KEPT, KEPT_HEADS, Source
+from reshard.formats.deepspeed.writing.source_cuts import KEPT, KEPT_HEADS, Source
 from reshard.geometry import maps_to_document
 
 if TYPE_CHECKING:

@@ -1,144 +1,41 @@
 """Finds how the target cuts every parameter over tensor-parallel ranks.
 
-Theory. Nothing is taken from a parameter's name. Sources of layouts are asked in turn, and the
-first that knows decides:
+Theory. The kind of cut is never taken from a parameter's name. Sources of layouts are asked in
+turn, and the first that knows decides:
 
-1. what the user states (`--layout FILE`): its words hold for every degree;
-2. a stored map of the wanted degree;
-3. a stored map of another degree, rescaled (`rescaling`);
+1. what the user states (`--layout FILE`), where the source itself was not cut by it: the kind of
+   cut is stated, the widths follow from the numbers of the model (`layout_cuts`);
+2. a map of the wanted degree: the source's own cut, as stated or stored, or one that was kept;
+3. a map of another degree, rescaled (`rescaling`);
 4. the conversion keys, which mean even splits at every degree.
-
-A stored map is that of the source's own degree, or one that reshard kept when it wrote the source
-for another degree: a conversion through one tensor rank would otherwise forget how the model is
-cut. Those are under :data:`KEPT` in `universal_checkpoint_info`, beside the number of heads;
-DeepSpeed ignores keys that it does not know.
 
 With one tensor rank every parameter is whole, and only a padded vocabulary needs an answer. Where
 nobody knows, all parameters concerned are named in one error.
 
-Sources: `checkpoint/constants.py`, `module_inject/layers.py`; Megatron-LM
-(`_vocab_size_with_padding`).
+Sources: `module_inject/layers.py`; Megatron-LM (`_vocab_size_with_padding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 
 from reshard.errors import LayoutError, UsageError
 from reshard.formats.deepspeed.conversion_keys import ConversionKeys
-from reshard.formats.deepspeed.info import AUTOTP_MARK, read_conversion_keys
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut, padded_cut
 from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid
-from reshard.formats.deepspeed.writing.model_numbers import configured_heads
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.rescaling import AMBIGUOUS, Known, Rescaling
-from reshard.formats.deepspeed.writing.settings import INFO
-from reshard.formats.layout_source import GovernedMap, LayoutSource, listed, literal_name
-from reshard.formats.parsing import Cursor
-from reshard.geometry import ParamAffineMap, maps_from_document
-from reshard.layouts.autotp import shard_sizes
+from reshard.formats.deepspeed.writing.source_cuts import Source
+from reshard.formats.layout_source import listed
+from reshard.formats.stated_layouts import StatedLayouts
+from reshard.geometry import ParamAffineMap
+from reshard.layouts.autotp import HEADS_UNSTATED, ModelNumbers, Widths, shard_sizes
 from reshard.layouts.builders import contiguous_split_map
 from reshard.layouts.ranges import resized
 
-KEPT = "reshard_maps"
-"""Key of the info under which maps of other degrees are kept: degree -> map document."""
-
-KEPT_HEADS = "reshard_kv_heads"
-"""Key of the info under which the number of key/value heads is kept."""
-
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Source:
-    """What the source says about cuts.
-
-    Parameters
-    ----------
-    info
-        `universal_checkpoint_info`, empty when there is none.
-    degree
-        Its own number of tensor ranks.
-    file
-        For messages.
-    configured_heads
-        Number of key/value heads in the trainer's ``config.json``.
-    """
-
-    info: Mapping[str, object]
-    degree: int
-    file: str
-    configured_heads: int | None = None
-
-    @cached_property
-    def documents(self) -> dict[int, object]:
-        """Map documents by degree, degrees of at least 2."""
-        kept = self.info.get(KEPT)
-        found: dict[int, object] = {}
-        if isinstance(kept, Mapping):
-            found |= {int(str(degree)): document for degree, document in kept.items()}
-        if "affine_map" in self.info and self.degree > 1:
-            found[self.degree] = self.info["affine_map"]
-        return found
-
-    @cached_property
-    def maps(self) -> dict[str, dict[int, ParamAffineMap]]:
-        """Parameter -> degree -> map; maps made from empty placeholders are left out."""
-        found: dict[str, dict[int, ParamAffineMap]] = {}
-        for degree, document in self.documents.items():
-            for pattern, one in maps_from_document(document, validate=True).items():
-                name = literal_name(pattern)
-                if name is not None and one.numel:
-                    found.setdefault(name, {})[degree] = one
-        return found
-
-    @cached_property
-    def untouched(self) -> frozenset[str]:
-        """Parameters whose map was made from an empty placeholder: AutoTP never cut them."""
-        names = {
-            literal_name(pattern)
-            for document in self.documents.values()
-            for pattern, one in maps_from_document(document).items()
-            if not one.numel
-        }
-        return frozenset(name for name in names if name is not None)
-
-    @property
-    def kv_heads(self) -> int | None:
-        """Number of key/value heads, as kept by an earlier conversion or by the trainer."""
-        kept = self.info.get(KEPT_HEADS)
-        return kept if isinstance(kept, int) else self.configured_heads
-
-    @property
-    def is_autotp(self) -> bool:
-        """Whether AutoTP made the cuts."""
-        return AUTOTP_MARK in self.info
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether its pattern keys describe cuts of every degree."""
-        return not self.is_autotp and self.keys(2).explicit
-
-    def keys(self, degree: int) -> ConversionKeys:
-        """The conversion keys."""
-        return read_conversion_keys(Cursor(dict(self.info), self.file), degree)
-
-
-def source_of(contents: Contents) -> Source:
-    """What a checkpoint says about cuts."""
-    extra = contents.checkpoint.extras.get(INFO)
-    value = extra.value if extra is not None else None
-    info = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
-    file = extra.file if extra is not None and extra.file else contents.checkpoint.path
-    heads = configured_heads(Path(contents.checkpoint.path))
-    return Source(info, contents.checkpoint.topology.tp, file, heads)
-
-
-# --------------------------------------------------------------------------- the search
 
 
 def cuts_of(
@@ -219,14 +116,14 @@ class CutFinder:
         """
         contents = self.contents
         names = [*contents.held, *contents.frozen]
-        if self.options.layouts is not None:
-            self._ask(self.options.layouts, names)
         if self.options.tp == 1:
             self._whole(self._left(names))
         else:
-            self._stored(self._left(names))
-            self._rescaled(self._left(names))
-            self._keyed(self._left(names))
+            stated = self._stated(self._left(names))
+            unstated = [name for name in names if name not in stated]
+            self._stored(self._left(unstated))
+            self._rescaled(self._left(unstated))
+            self._keyed(self._left(unstated))
         missing = self._left(names)
         if missing:
             raise self._unknown(missing)
@@ -244,6 +141,38 @@ class CutFinder:
             rows = self._padded_rows(name)
             padded = rows is not None and rows > shape[0]
             self.found[name] = padded_cut(shape, (rows or 0,)) if padded else Cut.whole(shape, 1)
+
+    def _stated(self, names: Sequence[str]) -> set[str]:
+        """Cut what the user states and the source was not cut by; those parameters."""
+        layouts = self.options.layouts
+        if layouts is None:
+            return set()
+        stated = {name for name in names if layouts.covers(name) and name not in self.source.cuts}
+        for name in names:
+            if name in stated:
+                self._state(layouts, name)
+        return stated
+
+    def _state(self, layouts: StatedLayouts, name: str) -> None:
+        widths = Widths.of_parameter(name, self.options.tp, self._numbers)
+        shape = self._padded_shape(name)
+        try:
+            one = layouts.cut_of(name, shape, widths)
+        except LayoutError as error:
+            self.reasons[name] = str(error).partition("; next:")[0]
+            return
+        if one.is_scaled:
+            self.reasons[name] = "a parameter that ranks hold by a factor is not written"
+        elif one.logical_shape != shape:
+            self.reasons[name] = f"what is stated is of shape {one.logical_shape}, not {shape}"
+        else:
+            self._take(name, one)
+
+    @property
+    def _numbers(self) -> ModelNumbers:
+        grain = self.contents.config.section("tensor_parallel").get("tp_grain_size")
+        known = grain if isinstance(grain, int) and grain > 0 else 1
+        return ModelNumbers(kv_heads=self.kv_heads, grain=known)
 
     def _stored(self, names: Sequence[str]) -> None:
         for name in names:
@@ -266,53 +195,44 @@ class CutFinder:
                 self.found[name] = Cut.whole(shape, self.options.tp)
         if not known:
             return
-        grain = self.contents.config.section("tensor_parallel").get("tp_grain_size")
-        rescaling = Rescaling(
-            self.options.tp, self.kv_heads, grain if isinstance(grain, int) and grain > 0 else 1
-        )
+        numbers = self._numbers
+        rescaling = Rescaling(self.options.tp, numbers.kv_heads, numbers.grain)
         rescaled, reasons = rescaling.maps(known)
         self.reasons |= reasons
         self.found |= {name: Cut.exact(one) for name, one in rescaled.items()}
 
     def _keyed(self, names: Sequence[str]) -> None:
         """The conversion keys; AutoTP's own say too little about another degree."""
-        if not self.source.is_autotp:
-            self._ask(self.keys, names)
-
-    # ----- sources that know words, not extents
-
-    def _ask(self, source: LayoutSource, names: Sequence[str]) -> None:
-        """Ask a source that turns shards into maps for the shards that make up a parameter."""
+        if self.source.is_autotp:
+            return
         for name in names:
-            if not source.covers(name):
+            if not self.keys.covers(name):
                 continue
             answers = {
-                governed.whole.canonical(): governed
+                one.canonical(): one
                 for shards in self._possible_shards(name)
-                for governed in self._answer(source, name, shards)
+                for one in self._keyed_maps(name, shards)
             }
             if len(answers) == 1:
                 self._take(name, next(iter(answers.values())))
             else:
                 self.reasons[name] = (
-                    "what is stated fits more than one cut"
+                    "what its keys say fits more than one cut"
                     if answers
-                    else "what is stated does "
+                    else "what its keys say does "
                     f"not cut shape {self.contents.shape(name)} over {self.options.tp} ranks"
                 )
 
-    def _answer(
-        self, source: LayoutSource, name: str, shards: Mapping[int, Shape]
-    ) -> Iterator[GovernedMap]:
+    def _keyed_maps(self, name: str, shards: Mapping[int, Shape]) -> Iterator[ParamAffineMap]:
+        """The map that the keys make of shards which make up a parameter."""
         try:
-            governed = source.map_of(name, shards, self.options.tp)
+            governed = self.keys.map_of(name, shards, self.options.tp)
         except LayoutError:
             return
         if governed is None or governed.whole.is_scaled:
             return
-        wanted = self._padded_shape(name)
-        if governed.whole.logical_shape == wanted:
-            yield governed
+        if governed.whole.logical_shape == self._padded_shape(name):
+            yield governed.whole
 
     def _possible_shards(self, name: str) -> Iterator[dict[int, Shape]]:
         """Shapes of shards that an even or a nearly even split, or none, would make."""
@@ -323,8 +243,8 @@ class CutFinder:
             sizes = shard_sizes(extent, degree, kv_heads=self.kv_heads, layer=layer)
             yield {rank: resized(shape, dim, size) for rank, size in enumerate(sizes)}
 
-    def _take(self, name: str, governed: GovernedMap) -> None:
-        shape, whole = self.contents.shape(name), governed.whole
+    def _take(self, name: str, whole: ParamAffineMap) -> None:
+        shape = self.contents.shape(name)
         if whole.logical_shape == shape:
             self.found[name] = Cut.exact(whole)
             return
@@ -343,7 +263,9 @@ class CutFinder:
 
     def _padded_rows(self, name: str) -> int | None:
         """Rows that the target's model has of a table, None when it is no padded table."""
-        if self.source.is_autotp or not self.keys.is_vocabulary(name):
+        layouts = self.options.layouts
+        is_stated = layouts is not None and layouts.vocabulary_size(name) is not None
+        if not is_stated and (self.source.is_autotp or not self.keys.is_vocabulary(name)):
             return None
         rows = self.contents.shape(name)[0]
         stated = self.source.info.get("padded_vocab_size")
@@ -352,6 +274,8 @@ class CutFinder:
             step = multiple * self.options.tp
             return -(-rows // step) * step
         if not isinstance(stated, int):
+            if is_stated:
+                raise self._unpadded(name, f"{rows} rows that count")
             return None
         return self._agreed_rows(name, rows, stated)
 
@@ -373,14 +297,17 @@ class CutFinder:
             if -(-rows // (multiple * degree)) * multiple * degree == padded
         }
         if len(heights) != 1:
-            raise LayoutError(
-                "how far the target pads its vocabulary is not stated",
-                file=self.source.file,
-                parameter=name,
-                found=f"{rows} rows, padded to {padded} on {degree} ranks",
-                next_step="state the multiple (make-vocab-size-divisible-by) with --vocab-multiple",
-            )
+            raise self._unpadded(name, f"{rows} rows, padded to {padded} on {degree} ranks")
         return heights.pop()
+
+    def _unpadded(self, name: str, found: str) -> LayoutError:
+        return LayoutError(
+            "how far the target pads its vocabulary is not stated",
+            file=self.source.file,
+            parameter=name,
+            found=found,
+            next_step="state the multiple (make-vocab-size-divisible-by) with --vocab-multiple",
+        )
 
     # ----- nobody knows
 
@@ -388,7 +315,7 @@ class CutFinder:
         reasons = list(
             dict.fromkeys(self.reasons[name] for name in missing if name in self.reasons)
         )
-        asks = AMBIGUOUS in reasons and self.kv_heads is None
+        asks = self.kv_heads is None and not {AMBIGUOUS, HEADS_UNSTATED}.isdisjoint(reasons)
         heads = "state the number of key/value heads with --kv-heads, or " if asks else ""
         return LayoutError(
             f"how {len(missing)} parameters are cut over {self.options.tp} tensor-parallel ranks "
@@ -397,5 +324,5 @@ class CutFinder:
             parameter=listed(missing),
             expected="stored maps that tell, or a stated layout",
             found=listed(reasons) if reasons else "nothing about them",
-            next_step=f"{heads}state their layout with --layout FILE",
+            next_step=f"{heads}state their layout with --layout FILE (docs/native.md)",
         )

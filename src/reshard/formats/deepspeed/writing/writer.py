@@ -28,9 +28,10 @@ from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.plain_optimizer import plain_optimizer, require_plain
 from reshard.formats.deepspeed.writing.settings import carried_part, notes
+from reshard.formats.deepspeed.writing.source_cuts import source_of
 from reshard.formats.deepspeed.writing.stages import layer_files, stages_of
 from reshard.formats.deepspeed.writing.target_info import target_info
-from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of, source_of
+from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of
 from reshard.formats.target import OutputFile, Target
 
 POINTER = "latest"
@@ -77,7 +78,7 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
         *_optimizer_files(columns, shelf),
     ]
     said = notes(contents, options, [column.banks for column in columns], _empty(columns))
-    return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said))
+    return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
 
 
 def _columns(
