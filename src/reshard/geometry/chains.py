@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from reshard.geometry.ordering import (
     Ints,
+    beside,
     classes_of,
     groups_of,
     mixed,
@@ -266,8 +267,8 @@ def _stacked(
     grown = LinkTable(
         base.near,
         base.far,
-        np.column_stack([extent[at], base.extent]),
-        np.column_stack([step_near[at], base.near_stride]),
-        np.column_stack([step_far[at], base.far_stride]),
+        beside(extent[at], base.extent),
+        beside(step_near[at], base.near_stride),
+        beside(step_far[at], base.far_stride),
     )
     return grown.normalised(), group[at]

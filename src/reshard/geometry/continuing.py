@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from reshard.geometry.chains import flat_columns, run_dims
 from reshard.geometry.index_math import MAX_OFFSET
-from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
+from reshard.geometry.ordering import Ints, beside, classes_of, order_by, places_of, starts_of
 from reshard.geometry.tables import LinkTable
 
 Flags = NDArray[np.bool_]
@@ -56,9 +56,9 @@ def runs_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     grown = LinkTable(
         table.near,
         table.far,
-        np.column_stack([others.extent, length]),
-        np.column_stack([others.near_stride, step]),
-        np.column_stack([others.far_stride, step]),
+        beside(others.extent, length),
+        beside(others.near_stride, step),
+        beside(others.far_stride, step),
     )
     return grown.take(kept).normalised(), group[kept]
 
@@ -128,7 +128,7 @@ def _joined_along(table: LinkTable, group: Ints, dim: int) -> tuple[LinkTable, I
     if found is None:
         return table, group
     first, total, kept = found
-    extent = table.extent.copy()
+    extent = table.extent.copy(order="K")
     extent[first, dim] = total
     grown = LinkTable(table.near, table.far, extent, table.near_stride, table.far_stride)
     return grown.take(kept).normalised(), group[kept]
@@ -137,7 +137,7 @@ def _joined_along(table: LinkTable, group: Ints, dim: int) -> tuple[LinkTable, I
 def _absorbed(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Add to a link the neighbour that is its next or previous step along some dimension."""
     taken = np.zeros(len(table), bool)
-    near, far, extent = table.near.copy(), table.far.copy(), table.extent.copy()
+    near, far, extent = table.near.copy(), table.far.copy(), table.extent.copy(order="K")
     partners = np.flatnonzero(table.extent[:, -1] == 1)
     for dim in range(table.dims):
         for row, other in _neighbours(table, group, partners, dim):

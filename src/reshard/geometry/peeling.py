@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.ordering import Ints, starts_of
+from reshard.geometry.ordering import Ints, beside, starts_of
 from reshard.geometry.tables import LinkTable
 
 Level = tuple[Ints, Ints, Ints]
@@ -46,7 +46,7 @@ class Peel:
                 break
             rows = first[peeled[first]]
             self._levels.append(self._level(group[rows], *_outermost(table, rows)))
-            extent = table.extent.copy()
+            extent = table.extent.copy(order="K")
             extent[peeled, 0] = 1
             table = LinkTable(
                 table.near, table.far, extent, table.near_stride, table.far_stride
@@ -79,14 +79,14 @@ class Peel:
         if not self._levels:
             return table
         extent, near, far = (
-            np.column_stack([level[part][group] for level in self._levels]) for part in range(3)
+            beside(*[level[part][group] for level in self._levels]) for part in range(3)
         )
         return LinkTable(
             table.near,
             table.far,
-            np.concatenate([extent, table.extent], axis=1),
-            np.concatenate([near, table.near_stride], axis=1),
-            np.concatenate([far, table.far_stride], axis=1),
+            beside(extent, table.extent),
+            beside(near, table.near_stride),
+            beside(far, table.far_stride),
         ).normalised()
 
     def _level(self, group: Ints, extent: Ints, near: Ints, far: Ints) -> Level:
