@@ -74,6 +74,13 @@ class Peel:
             )
             table, group = table.take(np.flatnonzero(kept)), group[kept]
 
+    def lost(self) -> NDArray[np.bool_]:
+        """Mark the groups that lost a dimension."""
+        marked = np.zeros(self.groups, bool)
+        for extent, _, _ in self._levels:
+            marked |= extent > 1
+        return marked
+
     def put_back(self, table: LinkTable, group: Ints) -> LinkTable:
         """Return links of the groups with the dimensions that these lost."""
         if not self._levels:
@@ -110,7 +117,10 @@ def _shared(table: LinkTable, first: Ints, lead: Ints) -> NDArray[np.bool_]:
     ``first`` is the first row of each group, ``lead`` that of each row's group. Steps of the
     dimension may touch, but no run may go on from one into the next.
     """
-    n, s, f = _outermost(table, np.arange(len(table)))
+    n, s, f = table.extent[:, 0], table.near_stride[:, 0], table.far_stride[:, 0]
+    last = np.append(first[1:], len(table)) - 1
+    if not ((n[first] > 1) & (n[first] == n[last]) & (s[first] == s[last])).any():
+        return np.zeros(len(table), bool)
     shares = (n > 1) & (n == n[lead]) & (s == s[lead]) & (f == f[lead])
     inside = table.near + ((table.extent - 1) * table.near_stride)[:, 1:].sum(axis=1) + 1
     until = np.repeat(np.maximum.reduceat(inside, first), np.diff(np.append(first, len(table))))

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
-from reshard.geometry.joins import overlaps_among
+from reshard.geometry.joins import FEW_PAIRS_PER_BOX, overlaps_among
 from reshard.geometry.links import Link, meet
 from reshard.geometry.ordering import (
     Ints,
     beside,
     classes_of,
     expanded,
+    groups_of,
     places_of,
     rows_of,
     starts_of,
@@ -115,13 +116,6 @@ class Arrangement:
         classes = self._boxes.take(first)
         self._owners = grouped(self._box_class, owners[self._boxes.row], len(first))
         self._cells = _Cells.of(classes, self._space[classes.row], self._owners)
-
-    @property
-    def disjoint(self) -> bool:
-        """Whether no address is named twice."""
-        if self._table.repeats():
-            return False
-        return not self._cells.crossing.any() and len(self._owners.start) - 1 == len(self._boxes)
 
     @property
     def crossing_rows(self) -> NDArray[np.bool_]:
@@ -342,12 +336,32 @@ def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
             return False
         if len(rows) <= FEW_LINKS and not len(folding_rows(table)):
             return _none_meet(table.links(), space.tolist())
+        if _few_share(space):
+            break
         steps = np.where(_sparse(table), table.extent[:, 0], 1)
         if steps.sum() > 2 * len(rows) + FEW_STEPS or (steps == 1).all():
             break
         again, table = outermost_expanded(table, steps)
         space = space[again]
-    return Arrangement(table, np.arange(len(table)), space).disjoint
+    return _apart_in_grids(table, space)
+
+
+def _apart_in_grids(table: LinkTable, space: Ints) -> bool:
+    """Tell whether links share no address of their space, each space in a grid of its own."""
+    if table.repeats():
+        return False
+    # Spaces without a link have no number.
+    space = (np.cumsum(np.bincount(space) > 0) - 1)[space]
+    boxes = Grid.of([table], space).boxes(table, space)
+    lo, key = boxes.lo, space[boxes.row]
+    _, label = groups_of([key, *lo.T])
+    return int(label[-1]) + 1 == len(boxes) and not len(overlaps_among(lo, boxes.hi, key)[0])
+
+
+def _few_share(space: Ints) -> bool:
+    """Tell whether the links of each space are so few that all pairs may be looked at."""
+    sizes = np.bincount(space)
+    return int((sizes * (sizes - 1) // 2).sum()) <= FEW_PAIRS_PER_BOX * len(space)
 
 
 def _sparse(table: LinkTable) -> NDArray[np.bool_]:

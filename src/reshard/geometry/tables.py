@@ -86,6 +86,19 @@ class LinkTable:
             rows_of(self.far_stride, index),
         )
 
+    def replaced(self, rows: Ints, by: LinkTable) -> LinkTable:
+        """Return the table with some rows replaced, which are given in normal form or not."""
+        dims = max(self.dims, by.dims)
+        old, new = self.padded(dims), by.normalised().padded(dims)
+        near, far = old.near.copy(), old.far.copy()
+        near[rows], far[rows] = new.near, new.far
+        extent, near_stride, far_stride = (
+            np.array(part, order="F") for part in (old.extent, old.near_stride, old.far_stride)
+        )
+        extent[rows], near_stride[rows] = new.extent, new.near_stride
+        far_stride[rows] = new.far_stride
+        return LinkTable(near, far, extent, near_stride, far_stride)
+
     def turned(self) -> LinkTable:
         """Exchange near and far."""
         return LinkTable(self.far, self.near, self.extent, self.far_stride, self.near_stride)
@@ -136,10 +149,15 @@ class LinkTable:
         _sort_dims(extent, near_stride, far_stride)
         if _coalesce(extent, near_stride, far_stride):
             _sort_dims(extent, near_stride, far_stride)
-        used = int((extent != 1).any(axis=0).sum())
-        return LinkTable(
-            self.near, self.far, extent[:, :used], near_stride[:, :used], far_stride[:, :used]
-        )
+        return LinkTable(self.near, self.far, extent, near_stride, far_stride).trimmed()
+
+    def trimmed(self) -> LinkTable:
+        """Return rows in normal form without the columns that none of them uses."""
+        used = int((self.extent != 1).any(axis=0).sum())
+        if used == self.dims:
+            return self
+        parts = (self.extent, self.near_stride, self.far_stride)
+        return LinkTable(self.near, self.far, *[part[:, :used] for part in parts])
 
 
 def _sort_dims(extent: Ints, near_stride: Ints, far_stride: Ints) -> None:
@@ -177,9 +195,9 @@ def _coalesce(extent: Ints, near_stride: Ints, far_stride: Ints) -> bool:
         inner = outer + 1
         count = extent[:, inner]
         runs_on = (
-            (count > 1)
-            & (near_stride[:, outer] == count * near_stride[:, inner])
+            (near_stride[:, outer] == count * near_stride[:, inner])
             & (far_stride[:, outer] == count * far_stride[:, inner])
+            & (count > 1)
             & (extent[:, outer] > 1)
         )
         if runs_on.any():
