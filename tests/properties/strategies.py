@@ -19,15 +19,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from reshard.geometry import AffinePiece, ParamAffineMap
+from tests.conftest import SEARCH
 from tests.properties import dense_oracle as dense
 
 View = tuple[tuple[int, ...], int, tuple[int, ...]]
 """Shape, offset and strides."""
 
+
+def examples(usual: int) -> int:
+    """As many examples as usual, or that many times HYPOTHESIS_SEARCH when that is set."""
+    return usual * max(SEARCH, 1)
+
+
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
-    derandomize=True,
+    derandomize=not SEARCH,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SCALES = (1.0, 1.0, 1.0, 0.5, 0.25, -2.0)

@@ -27,7 +27,15 @@ from reshard.geometry import (
     same_rank_first,
 )
 from tests.properties import dense_oracle as dense
-from tests.properties.strategies import SETTINGS, Case, cases, exploded, reordered, respelled
+from tests.properties.strategies import (
+    SETTINGS,
+    Case,
+    cases,
+    examples,
+    exploded,
+    reordered,
+    respelled,
+)
 
 POLICIES: tuple[Choose, ...] = (lowest_rank, same_rank_first, balanced)
 
@@ -259,7 +267,7 @@ def test_what_no_rank_holds_is_named_and_only_accepted_when_asked(case: Case) ->
         assert refused.value.rank == min(missing)
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(cases)
 def test_verify_accepts_exactly_the_sound_plans(case: Case) -> None:
     target, source = pair(case)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from reshard.errors import CompositionError, DocumentError, InvalidMapError
 from reshard.geometry import ParamAffineMap, TransferPlan, compose, maps_from_document
 from reshard.geometry import maps_to_document as to_document
-from tests.properties.strategies import SETTINGS, Case, cases, respelled
+from tests.properties.strategies import SETTINGS, Case, cases, examples, respelled
 
 JUNK: tuple[Any, ...] = (
     None, True, -1, 1.5, 2**63, 2**200, "x", "1", b"", [], {}, [[]], [-1], float("nan"),
@@ -98,7 +98,7 @@ def spoiled(rnd: Random, document: Any) -> Any:
         return made
 
 
-@settings(SETTINGS, max_examples=250)
+@settings(SETTINGS, max_examples=examples(250))
 @given(cases)
 def test_a_spoiled_map_document_is_read_or_refused_with_a_path(case: Case) -> None:
     document = to_document({"^w$": case.map(scaled=True)})
@@ -124,7 +124,7 @@ def outcome(read: Callable[[], Result]) -> tuple[Result | None, str]:
         return None, str(refused)
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(cases)
 def test_a_spoiled_plan_document_is_read_or_refused_with_a_path(case: Case) -> None:
     plan = compose(case.map("target", scaled=True), case.map("source", scaled=True))

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from reshard.errors import InvalidMapError, UsageError
 from reshard.geometry import ParamAffineMap
 from tests.properties import dense_oracle as dense
-from tests.properties.strategies import SETTINGS, Case, cases, damaged, exploded, respelled
+from tests.properties.strategies import (
+    SETTINGS,
+    Case,
+    cases,
+    damaged,
+    examples,
+    exploded,
+    respelled,
+)
 
 
 def assert_judged_alike(one: ParamAffineMap, *, partial: bool) -> None:
@@ -32,7 +40,7 @@ def test_valid_maps_are_accepted_however_they_are_spelled(case: Case) -> None:
         same.validate(partial=True)
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(cases)
 def test_damaged_maps_are_judged_as_the_dense_oracle_judges(case: Case) -> None:
     one = damaged(case.random("damage"), case.map(scaled=True))

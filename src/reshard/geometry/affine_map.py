@@ -132,19 +132,7 @@ class ParamAffineMap(MapValue):
 
         Empty pieces are dropped, others merged within each rank, set of locations and scale.
         """
-        table = self.table
-        return folded_map(
-            self.logical_shape,
-            self._shapes,
-            PieceTable(
-                table.rank,
-                table.index,
-                table.link.turned(),
-                table.scale,
-                table.place,
-                table.holders,
-            ),
-        )
+        return folded_map(self.logical_shape, self._shapes, self.table.turned())
 
     # -- restriction -------------------------------------------------------------------------
 

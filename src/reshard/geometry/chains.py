@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from reshard.geometry.ordering import (
     Ints,
+    beside,
     classes_of,
     groups_of,
     mixed,
@@ -55,6 +56,16 @@ class _Steps:
     @property
     def columns(self) -> list[Ints]:
         return [self.of, self.near, self.far]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Labels:
+    """Blocks of one shape in one group: which group, how many."""
+
+    group: Ints
+    size: Ints
+    alone: Flags
+    """Whether they have less than a quarter of the runs of their group."""
 
 
 def _appended(parts: Sequence[_Steps]) -> _Steps:
@@ -105,26 +116,28 @@ def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     runs = run_counts(table)
     lead = order[starts_of(label)]
     share = size * runs[lead] / np.bincount(group, runs)[group[lead]]
+    labels = _Labels(group[lead], size, _ENOUGH * share < 1)
     order, label = order[several], label[several]
     inner = order_by([label, table.near[order]])
     order, label = order[inner], label[inner]
     near, far = table.near[order], table.far[order]
     others = _dim_steps(table, group)
-    found = _candidates(_Steps(label, near, far), group[lead], np.bincount(group), others)
+    found = _candidates(_Steps(label, near, far), labels, np.bincount(group), others)
     if not len(found.of):
         return table, group
-    steps = _best_steps(found, group[lead], size, share, others)
+    steps = _best_steps(found, labels, others)
     rows, linked = _chains(near, far, label, steps.near[label], steps.far[label])
     if not linked.any():
         return table, group
     return _stacked(table, group, order, (rows, linked), (steps.near[label], steps.far[label]))
 
 
-def _candidates(blocks: _Steps, group: Ints, crowd: Ints, others: _Steps) -> _Steps:
+def _candidates(blocks: _Steps, labels: _Labels, crowd: Ints, others: _Steps) -> _Steps:
     """Return the differences that may be steps; blocks are sorted by label and near.
 
-    ``group`` is that of each label, ``crowd`` the number of blocks of each group.
+    ``crowd`` is the number of blocks of each group.
     """
+    group = labels.group
     many = (crowd[group] > MANY)[blocks.of]
     if not many.any():
         return _differences(blocks)
@@ -135,8 +148,33 @@ def _candidates(blocks: _Steps, group: Ints, crowd: Ints, others: _Steps) -> _St
     having = np.zeros(len(crowd), bool)
     having[evidence.of] = True
     near = _differences(rest.take(np.flatnonzero(having[group[rest.of]])))
+    recurring, near = _frequent(recurring, near, labels)
     told = _among(_Steps(group[near.of], near.near, near.far), evidence)
     return _appended([few, recurring, near.take(np.flatnonzero(told))])
+
+
+def _frequent(recurring: _Steps, near: _Steps, labels: _Labels) -> tuple[_Steps, _Steps]:
+    """Leave out the steps that are too rare to count, in groups where nobody asks for evidence.
+
+    There all labels have a large share of the runs, and so many blocks that one step explains no
+    quarter of them.
+    """
+    asking = np.zeros(int(labels.group.max()) + 1, bool)
+    asking[labels.group[labels.alone & (labels.size > 1)]] = True
+    asking[labels.group[(labels.size > 1) & (labels.size <= _ENOUGH + 1)]] = True
+    both = _appended([recurring, near])
+    kept = asking[labels.group[both.of]] | _plausible(both, labels.size)
+    of_recurring, of_near = np.split(kept, [len(recurring.of)])
+    return recurring.take(np.flatnonzero(of_recurring)), near.take(np.flatnonzero(of_near))
+
+
+def _plausible(found: _Steps, size: Ints) -> Flags:
+    """Mark all steps that explain a quarter of the blocks of their label, and few others.
+
+    Occurrences are counted in buckets that unequal steps may share.
+    """
+    bucket = mixed(found.columns) & ((1 << len(found.of).bit_length()) - 1)
+    return np.asarray(_ENOUGH * np.bincount(bucket)[bucket] >= size[found.of] - 1)
 
 
 def _differences(blocks: _Steps) -> _Steps:
@@ -176,26 +214,28 @@ def _recurring(blocks: _Steps) -> _Steps:
 
 def _dim_steps(table: LinkTable, group: Ints) -> _Steps:
     """Return the steps of all dimensions, as often as they are evidence: once or twice."""
+    found = [_Steps(group[:0], group[:0], group[:0])]
     stepping = (table.extent > 1) & ~run_dims(table)
-    rows, dims = np.nonzero(stepping)
-    more, more_dims = np.nonzero(stepping & (table.extent > 2))
-    rows, dims = np.concatenate([rows, more]), np.concatenate([dims, more_dims])
-    return _Steps(group[rows], table.near_stride[rows, dims], table.far_stride[rows, dims])
+    for dim in range(table.dims):
+        steps = _Steps(group, table.near_stride[:, dim], table.far_stride[:, dim])
+        found.append(steps.take(np.flatnonzero(stepping[:, dim])))
+        found.append(steps.take(np.flatnonzero(stepping[:, dim] & (table.extent[:, dim] > 2))))
+    return _appended(found)
 
 
-def _best_steps(
-    found: _Steps, group: Ints, size: Ints, share: NDArray[np.float64], others: _Steps
-) -> _Steps:
+def _best_steps(found: _Steps, labels: _Labels, others: _Steps) -> _Steps:
     """Return the step by which each label is chained, 0 where it is not.
 
-    ``group``, ``size`` and ``share`` are those of each label, ``others`` the steps that other
-    dimensions of the groups make.
+    ``others`` are the steps that other dimensions of the groups make.
     """
+    size, alone = labels.size, labels.alone
     best = _Steps(size, np.zeros_like(size), np.zeros_like(size))
-    alone = _ENOUGH * share < 1
-    grouped = _Steps(group[found.of], found.near, found.far)
-    kept = np.flatnonzero(~alone[found.of] | _repeated(grouped, _appended([grouped, others])))
-    found, grouped = found.take(kept), grouped.take(kept)
+    every = _appended([_Steps(labels.group[found.of], found.near, found.far), others])
+    kept = np.flatnonzero(_plausible(found, size))
+    lonely = alone[found.of[kept]]
+    lonely[lonely] = ~_repeated(every.take(kept[lonely]), every)
+    kept = kept[~lonely]
+    found, grouped = found.take(kept), every.take(kept)
     order, kind = classes_of(found.columns)
     if not len(order):
         return best
@@ -203,7 +243,7 @@ def _best_steps(
     count, step, of = np.bincount(kind), found.take(first), found.of[first]
     believed = (count > 1) | ~alone[of]
     once = np.flatnonzero(~believed)
-    believed[once] = _repeated(grouped.take(first[once]), _appended([grouped, others]))
+    believed[once] = _repeated(grouped.take(first[once]), every)
     fits = np.flatnonzero(believed & (_ENOUGH * count >= size[of] - 1))
     ranked = fits[np.lexsort((step.far[fits], step.near[fits], -count[fits], of[fits]))]
     lead = ranked[np.flatnonzero(np.diff(of[ranked], prepend=-1))]
@@ -213,13 +253,25 @@ def _best_steps(
 
 def _repeated(asked: _Steps, every: _Steps) -> Flags:
     """Mark the steps that occur more than once among all of their group."""
-    ordered = np.sort(mixed(every.columns))
-    return _in(mixed(asked.columns), ordered[1:][ordered[1:] == ordered[:-1]])
+    numbers, ordered = _compared(asked, every)
+    return _in(numbers, ordered[1:][ordered[1:] == ordered[:-1]])
 
 
 def _among(asked: _Steps, every: _Steps) -> Flags:
     """Mark the steps that occur among all of their group."""
-    return _in(mixed(asked.columns), np.sort(mixed(every.columns)))
+    return _in(*_compared(asked, every))
+
+
+def _compared(asked: _Steps, every: _Steps) -> tuple[Ints, Ints]:
+    """Return steps as numbers, and in order those of all that may be the same."""
+    numbers = mixed(asked.columns)
+    if not len(numbers):
+        return numbers, numbers
+    many = mixed(every.columns)
+    buckets = (4 << len(numbers).bit_length()) - 1
+    wanted = np.zeros(buckets + 1, bool)
+    wanted[numbers & buckets] = True
+    return numbers, np.sort(many[wanted[many & buckets]])
 
 
 def _in(numbers: Ints, ordered: Ints) -> Flags:
@@ -261,13 +313,14 @@ def _stacked(
     step_near[order], step_far[order] = step
     kept = np.ones(len(table), bool)
     kept[order[rows[linked]]] = False
-    at = np.flatnonzero(kept)
+    at = np.flatnonzero(extent > 1)
     base = table.take(at)
     grown = LinkTable(
         base.near,
         base.far,
-        np.column_stack([extent[at], base.extent]),
-        np.column_stack([step_near[at], base.near_stride]),
-        np.column_stack([step_far[at], base.far_stride]),
+        beside(extent[at], base.extent),
+        beside(step_near[at], base.near_stride),
+        beside(step_far[at], base.far_stride),
     )
-    return grown.normalised(), group[at]
+    left = np.flatnonzero(kept)
+    return table.replaced(at, grown).take(left).trimmed(), group[left]

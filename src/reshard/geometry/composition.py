@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 
 from reshard.errors import CompositionError
-from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.assembling import (
     appended,
     check_are_maps,
@@ -40,7 +40,7 @@ from reshard.geometry.balancing import compose_balanced
 from reshard.geometry.map_value import MANY_PIECES
 from reshard.geometry.matching import Matches, matched
 from reshard.geometry.notation import ranges_text
-from reshard.geometry.ordering import Ints
+from reshard.geometry.ordering import Ints, order_by
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import SegmentTable, TransferPlan
 from reshard.geometry.refinement import Arrangement
@@ -48,7 +48,9 @@ from reshard.geometry.replicas import Choose, balanced, lowest_rank
 from reshard.geometry.tables import concatenated
 
 WORTH = 8
-"""Maps are folded before they are composed when that makes them so many times smaller."""
+"""Maps are folded before they are composed when that makes them so many times smaller;"""
+SAMPLES, SAMPLE = 4, MANY_PIECES // 2
+"""so many stretches of so many pieces, neighbours in a shard, are tried first."""
 
 
 def compose(
@@ -124,10 +126,20 @@ def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> 
 
 def _folded(one: ParamAffineMap) -> ParamAffineMap:
     """Return a map of many pieces in canonical form where that has far fewer."""
-    if len(one.table) <= MANY_PIECES:
+    if len(one.table) <= MANY_PIECES or not _folds(one):
         return one
     folded = one.canonical()
     return folded if len(folded.table) * WORTH <= len(one.table) else one
+
+
+def _folds(one: ParamAffineMap) -> bool:
+    """Guess, from some stretches of pieces, whether folding makes a map far smaller."""
+    table = one.table
+    order = order_by([table.rank, table.place, table.link.far])
+    starts = np.linspace(0, len(order) - SAMPLE, SAMPLES).astype(np.int64)
+    rows = order[np.unique(starts[:, None] + np.arange(SAMPLE))]
+    part = folded_map(one.logical_shape, one.shard_shapes, table.take(rows).turned())
+    return len(part.table) * WORTH <= len(rows)
 
 
 def _chosen(target: ParamAffineMap, source: PieceTable, choose: Choose) -> SegmentTable:

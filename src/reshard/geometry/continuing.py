@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from reshard.geometry.chains import flat_columns, run_dims
 from reshard.geometry.index_math import MAX_OFFSET
-from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
+from reshard.geometry.ordering import Ints, beside, classes_of, order_by, places_of, starts_of
 from reshard.geometry.tables import LinkTable
 
 Flags = NDArray[np.bool_]
@@ -47,29 +47,28 @@ def runs_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         np.where(run, 0, table.far_stride),
     )
     one = np.ones_like(length)
-    found = _followed(others, group, length, (one, one))
+    found = _followed(others, _Begins(table.near, group), length, (one, one))
     if found is None:
         return table, group
     first, total, kept = found
-    length[first] = total
-    step = (length > 1).astype(np.int64)
+    base, step = others.take(first), one[first]
     grown = LinkTable(
-        table.near,
-        table.far,
-        np.column_stack([others.extent, length]),
-        np.column_stack([others.near_stride, step]),
-        np.column_stack([others.far_stride, step]),
+        base.near,
+        base.far,
+        beside(base.extent, total),
+        beside(base.near_stride, step),
+        beside(base.far_stride, step),
     )
-    return grown.take(kept).normalised(), group[kept]
+    return table.replaced(first, grown).take(kept).trimmed(), group[kept]
 
 
 def _followed(
-    others: LinkTable, group: Ints, count: Ints, step: tuple[Ints, Ints]
+    others: LinkTable, begins: _Begins, count: Ints, step: tuple[Ints, Ints]
 ) -> tuple[Ints, Ints, Ints] | None:
     """Find chains of rows, each beginning where ``count`` steps of the one before it end.
 
     Rows that follow each other agree in their step and in the dimensions of ``others``; rows
-    with a count of 0 follow none. Rows are sorted.
+    with a count of 0 follow none.
 
     Returns
     -------
@@ -78,23 +77,17 @@ def _followed(
         follow another; nothing when there are no chains.
     """
     s, f = step
-    near, far = others.near + count * s, others.far + count * f
-    if (others.extent == 1).all() and (s == 1).all():
-        # Bare runs do not overlap, so what follows one comes next.
-        after = np.minimum(np.arange(1, len(group) + 1), len(group) - 1)
-        fits = (others.near[after] == near) & (group[after] == group)
-    else:
-        after = _row_at(others.near, group, near, group)
-        fits = after >= 0
-    fits &= (count > 0) & (count[after] > 0) & (others.far[after] == far)
+    rows, after = begins.at(np.where(count > 0, others.near + count * s, -1))
+    fits = (count[after] > 0) & (others.far[after] == (others.far + count * f)[rows])
     for column in (s, f, *flat_columns(others)):
-        fits &= column[after] == column
-    rows = np.flatnonzero(fits)
+        rows, after = rows[fits], after[fits]
+        fits = column[after] == column[rows]
+    rows, after = rows[fits], after[fits]
     if not len(rows):
         return None
-    kept = np.ones(len(group), bool)
-    kept[after[rows]] = False
-    return *_chain_totals(rows, after[rows], count), np.flatnonzero(kept)
+    kept = np.ones(len(count), bool)
+    kept[after] = False
+    return *_chain_totals(rows, after, count), np.flatnonzero(kept)
 
 
 def _chain_totals(rows: Ints, after: Ints, count: Ints) -> tuple[Ints, Ints]:
@@ -111,36 +104,40 @@ def _chain_totals(rows: Ints, after: Ints, count: Ints) -> tuple[Ints, Ints]:
 
 def continued(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Join links along a dimension that they share, or that one has and its neighbour lacks."""
+    begins = _Begins(table.near, group)
     for dim in range(table.dims):
         if dim < table.dims and (table.extent[:, dim] > 1).any():
-            table, group = _joined_along(table, group, dim)
+            before = len(group)
+            table, group = _joined_along(table, group, begins, dim)
+            if len(group) != before:
+                begins = _Begins(table.near, group)
     if ((table.extent > 1) & ~run_dims(table)).any():
-        table, group = _absorbed(table, group)
+        table, group = _absorbed(table, group, begins)
     return table, group
 
 
-def _joined_along(table: LinkTable, group: Ints, dim: int) -> tuple[LinkTable, Ints]:
+def _joined_along(
+    table: LinkTable, group: Ints, begins: _Begins, dim: int
+) -> tuple[LinkTable, Ints]:
     """Join rows that differ only in the extent of one dimension and continue each other there."""
     count = np.where(run_dims(table)[:, dim], 0, table.extent[:, dim])
     count[count == 1] = 0
     step = table.near_stride[:, dim], table.far_stride[:, dim]
-    found = _followed(_without(table, dim), group, count, step) if count.any() else None
+    found = _followed(_without(table, dim), begins, count, step) if count.any() else None
     if found is None:
         return table, group
     first, total, kept = found
-    extent = table.extent.copy()
-    extent[first, dim] = total
-    grown = LinkTable(table.near, table.far, extent, table.near_stride, table.far_stride)
-    return grown.take(kept).normalised(), group[kept]
+    base = table.take(first)
+    base.extent[:, dim] = total
+    return table.replaced(first, base).take(kept).trimmed(), group[kept]
 
 
-def _absorbed(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+def _absorbed(table: LinkTable, group: Ints, begins: _Begins) -> tuple[LinkTable, Ints]:
     """Add to a link the neighbour that is its next or previous step along some dimension."""
     taken = np.zeros(len(table), bool)
-    near, far, extent = table.near.copy(), table.far.copy(), table.extent.copy()
-    partners = np.flatnonzero(table.extent[:, -1] == 1)
+    near, far, extent = table.near.copy(), table.far.copy(), table.extent.copy(order="K")
     for dim in range(table.dims):
-        for row, other in _neighbours(table, group, partners, dim):
+        for row, other in _neighbours(table, begins, dim):
             if not taken[row] and not taken[other]:
                 taken[row] = taken[other] = True
                 extent[row, dim] += 1
@@ -153,36 +150,60 @@ def _absorbed(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return in_order(grown.take(kept).normalised(), group[kept])
 
 
-def _neighbours(
-    table: LinkTable, group: Ints, partners: Ints, dim: int
-) -> Iterator[tuple[int, int]]:
-    """Yield rows and partners that are their next or previous step along a dimension."""
-    long = np.flatnonzero(table.extent[:, dim] > 1)
-    if not len(partners) or not len(long):
-        return
-    n, s, f = table.extent[long, dim], table.near_stride[long, dim], table.far_stride[long, dim]
-    places = table.near[partners], group[partners]
+def _neighbours(table: LinkTable, begins: _Begins, dim: int) -> Iterator[tuple[int, int]]:
+    """Yield rows and others that are their next or previous step along a dimension."""
+    n, s, f = table.extent[:, dim], table.near_stride[:, dim], table.far_stride[:, dim]
+    fewer = table.extent[:, -1] == 1
     for steps in (n, np.full_like(n, -1)):
-        at = _row_at(*places, table.near[long] + steps * s, group[long])
-        found = np.flatnonzero(at >= 0)
-        row, other = long[found], partners[at[found]]
-        fits = (row != other) & (table.far[other] == (table.far[long] + steps * f)[found])
-        fits &= _lacks(table, row, other, dim)
+        row, other = begins.at(np.where(n > 1, table.near + steps * s, -1))
+        fits = fewer[other] & (row != other) & (table.far[other] == (table.far + steps * f)[row])
+        row, other = row[fits], other[fits]
+        fits = _lacks(table, row, other, dim)
         yield from zip(row[fits].tolist(), other[fits].tolist(), strict=True)
 
 
-def _row_at(near: Ints, group: Ints, wanted: Ints, wanted_group: Ints) -> Ints:
-    """Return the row at each wanted near offset of a group, or -1; rows are sorted."""
-    room = max(int(near.max()), int(wanted.max())) + 1
-    if (int(group[-1]) + 1) * room < MAX_OFFSET:
-        have = group * room + near
-        want = np.where(wanted < 0, -1, wanted_group * room + wanted)
-    else:
-        place, borders = places_of(np.concatenate([near, wanted]))
-        of = np.concatenate([group, wanted_group])
-        have, want = np.split(place + of * len(borders), [len(near)])
-    at = np.minimum(np.searchsorted(have, want), len(have) - 1)
-    return np.where(have[at] == want, at, -1)
+class _Begins:
+    """Where the links of each group begin; rows are sorted by group and near offset.
+
+    A bit for each place, some shared, says of most other places at once that nothing begins there.
+    """
+
+    __slots__ = ("_borders", "_group", "_keys", "_marks", "_room", "_shift")
+
+    def __init__(self, near: Ints, group: Ints) -> None:
+        self._group = group
+        self._borders: Ints | None = None
+        self._room = int(near.max()) + 1
+        if (int(group[-1]) + 1) * self._room >= MAX_OFFSET:
+            near, self._borders = places_of(near)
+            self._room = len(self._borders)
+        self._keys = group * self._room + near
+        bits = len(near).bit_length() + 3
+        self._shift = np.uint64(64 - bits)
+        self._marks = np.zeros(1 << bits, bool)
+        self._marks[self._bucket(self._keys)] = True
+
+    def _bucket(self, keys: Ints) -> NDArray[np.uint64]:
+        return (keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> self._shift
+
+    def at(self, wanted: Ints) -> tuple[Ints, Ints]:
+        """Return the rows at whose wanted near offset a link of their group begins, and which.
+
+        A row that wants a negative offset wants none.
+        """
+        rows, place = np.arange(len(wanted)), wanted
+        if self._borders is not None:
+            place = np.minimum(np.searchsorted(self._borders, wanted), self._room - 1)
+            rows = np.flatnonzero(self._borders[place] == wanted)
+            place = place[rows]
+        keys = self._group[rows] * self._room + place
+        likely = np.flatnonzero(
+            (place >= 0) & (place < self._room) & self._marks[self._bucket(keys)]
+        )
+        rows, keys = rows[likely], keys[likely]
+        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        found = self._keys[at] == keys
+        return rows[found], at[found]
 
 
 def _lacks(table: LinkTable, row: Ints, other: Ints, dim: int) -> Flags:

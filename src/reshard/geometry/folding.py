@@ -42,6 +42,8 @@ from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
 FEW_RUNS = 2048
 """Groups whose links have at most so many runs are folded from their runs."""
+SMALL = 64
+"""Groups of more links are not asked whether nothing in them can merge; in most, something can."""
 BATCH = 1 << 17
 """Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
 
@@ -95,10 +97,12 @@ def _fold_at_once(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
 def _settled(table: LinkTable, group: Ints) -> NDArray[np.bool_]:
     """Mark the rows of groups in which plainly nothing can merge; rows are sorted.
 
-    That is so in a group of one link, and in one whose links lie one after the other, no two with
-    runs of one length and none going on where another ends.
+    That is so in a group of one link, and in a small one whose links lie one after the other, no
+    two with runs of one length and none going on where another ends.
     """
-    busy = np.zeros(int(group.max(initial=0)) + 1, bool)
+    busy = np.bincount(group) > SMALL
+    if busy[group].all():
+        return np.zeros(len(group), bool)
     busy[group[_running_on(table)]] = True
     same = group[1:] == group[:-1]
     if same.any():
@@ -133,15 +137,16 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Fold until nothing changes; groups that were folded from their runs are done at once."""
     groups = int(group.max()) + 1
     done: list[tuple[LinkTable, Ints]] = []
+    table, group = in_order(table, group)
     while len(table):
-        table, group = in_order(table, group)
         before = np.bincount(group, minlength=groups)
         peel = Peel(groups)
         table = peel.links(table, group)
         table, group, complete = _with_few_runs_expanded(table, group, peel)
         table, group = _merged(table, group)
-        table = peel.put_back(table, group)
+        table, group = in_order(peel.put_back(table, group), group)
         complete |= np.bincount(group, minlength=groups) == before
+        complete |= ~(peel.lost() | _would_open(table, group, groups))
         final = np.flatnonzero(complete[group])
         done.append((table.take(final), group[final]))
         going = np.flatnonzero(~complete[group])
@@ -149,13 +154,20 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
 
 
+def _would_open(table: LinkTable, group: Ints, groups: int) -> NDArray[np.bool_]:
+    """Mark the groups of which links could be taken apart further than they were."""
+    peel = Peel(groups)
+    peel.links(table, group)
+    return peel.lost() | (np.bincount(group, run_counts(table), groups) <= FEW_RUNS)
+
+
 def _merged(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
-    groups = int(group.max()) + 1
+    """Join runs, join blocks and chain them, until that changes nothing."""
+    groups = int(group.max(initial=0)) + 1
     done: list[tuple[LinkTable, Ints]] = []
     while len(table):
-        table, group = in_order(table, group)
+        table, group = _runs_all_joined(*in_order(table, group))
         before = np.bincount(group, minlength=groups)
-        table, group = runs_joined(table, group)
         table, group = continued(table, group)
         table, group = chained(table, group)
         changed = (np.bincount(group, minlength=groups) != before)[group]
@@ -164,6 +176,15 @@ def _merged(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         going = np.flatnonzero(changed)
         table, group = table.take(going), group[going]
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
+
+
+def _runs_all_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+    """Join runs until none continue each other: joined ones may look alike in new ways."""
+    while True:
+        before = len(table)
+        table, group = runs_joined(table, group)
+        if len(table) == before:
+            return table, group
 
 
 def _with_few_runs_expanded(
@@ -175,6 +196,8 @@ def _with_few_runs_expanded(
     """
     few = np.bincount(group, run_counts(table), peel.groups) <= FEW_RUNS
     rows, kept = np.flatnonzero(few[group]), np.flatnonzero(~few[group])
+    if not len(rows):
+        return table, group, few
     runs, again = _expanded_runs(table.take(rows))
     runs, of = runs_joined(*in_order(runs, group[rows][again]))
     runs, of = peel.runs(runs, of)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.index_math import MAX_OFFSET
-from reshard.geometry.ordering import Ints, classes_of, expanded, starts_of
+from reshard.geometry.ordering import Ints, classes_of, expanded, rows_of, starts_of
 from reshard.geometry.tables import LinkTable, concatenated
 
 Flags = NDArray[np.bool_]
@@ -64,16 +64,16 @@ class BoxTable:
     def take(self, index: Ints) -> BoxTable:
         """Return some boxes."""
         return BoxTable(
-            self.lo[index],
-            self.hi[index],
+            rows_of(self.lo, index),
+            rows_of(self.hi, index),
             self.far[index],
-            self.far_stride[index],
+            rows_of(self.far_stride, index),
             self.row[index],
         )
 
     def far_at(self, index: Ints, lo: Ints) -> Ints:
         """Return the far offset of given corners inside given boxes."""
-        skip = (lo - self.lo[index]) * self.far_stride[index]
+        skip = (lo - rows_of(self.lo, index)) * rows_of(self.far_stride, index)
         return np.asarray(self.far[index] + skip.sum(axis=1))
 
     def volume(self) -> Ints:
@@ -160,7 +160,9 @@ class Grid:
 
     def links(self, boxes: BoxTable, spaces: Ints | None = None) -> LinkTable:
         """Return boxes as links again, in normal form."""
-        strides = self.strides[np.zeros(len(boxes), np.int64) if spaces is None else spaces]
+        strides = rows_of(
+            self.strides, np.zeros(len(boxes), np.int64) if spaces is None else spaces
+        )
         extent = boxes.hi - boxes.lo
         near = (boxes.lo * strides).sum(axis=1)
         return LinkTable(near, boxes.far, extent, strides, boxes.far_stride).normalised()
@@ -193,13 +195,14 @@ class Grid:
             again, table, homeless = _walked(table, homeless)
             row, space = row[again], space[again]
         shape = len(table), self.digits
-        extent, far_stride = np.ones(shape, np.int64), np.zeros(shape, np.int64)
+        extent = np.ones(shape, np.int64, order="F")
+        far_stride = np.zeros(shape, np.int64, order="F")
         digit, _ = self._digit(table.near_stride, space)
         for dim in range(table.dims):
             at = np.flatnonzero((table.extent[:, dim] > 1) & (table.near_stride[:, dim] > 0))
             extent[at, digit[at, dim]] = table.extent[at, dim]
             far_stride[at, digit[at, dim]] = table.far_stride[at, dim]
-        placed = LinkTable(table.near, table.far, extent, self.strides[space], far_stride)
+        placed = LinkTable(table.near, table.far, extent, rows_of(self.strides, space), far_stride)
         return placed, row, space
 
     def _settled(self, table: LinkTable, row: Ints, space: Ints) -> BoxTable:
@@ -211,8 +214,8 @@ class Grid:
             if carries.any():
                 table, again = self._cut(table, digit, start, carries, radix)
                 row, space = row[again], space[again]
-        lo = table.near[:, None] // self.strides[space]
-        lo[:, :-1] %= self.radices[space]
+        lo = table.near[:, None] // rows_of(self.strides, space)
+        lo[:, :-1] %= rows_of(self.radices, space)
         return BoxTable(lo, lo + table.extent, table.far, table.far_stride, row)
 
     def _cut(
@@ -277,7 +280,7 @@ def _chains(space: Ints, stride: Ints, extent: Ints, count: int) -> Ints:
 
 def _part(run: LinkTable, digit: int, skip: Ints, length: Ints) -> LinkTable:
     """Return the part of runs along one digit that starts after ``skip`` steps."""
-    extent = run.extent.copy()
+    extent = run.extent.copy(order="K")
     extent[:, digit] = length
     near = run.near + skip * run.near_stride[:, digit]
     far = run.far + skip * run.far_stride[:, digit]
@@ -290,7 +293,7 @@ def _repeated(table: LinkTable, digit: int, repeat: Ints) -> tuple[Ints, LinkTab
     jump = table.far_stride[:, digit] * table.extent[:, digit]
     many = repeat > 1
     free = many & (table.extent[:, above] == 1)
-    extent, far_stride = table.extent.copy(), table.far_stride.copy()
+    extent, far_stride = table.extent.copy(order="K"), table.far_stride.copy(order="K")
     extent[free, above] = repeat[free]
     far_stride[free, above] = jump[free]
     table = LinkTable(table.near, table.far, extent, table.near_stride, far_stride)
@@ -324,6 +327,6 @@ def _walked(table: LinkTable, homeless: Flags) -> tuple[Ints, LinkTable, Flags]:
     near = walked.near + np.where(stepping, steps * walked.near_stride[mine, at], 0)
     far = walked.far + np.where(stepping, steps * walked.far_stride[mine, at], 0)
     walked.extent[stepping, at[stepping]] = 1
-    left = homeless[again]
+    left = rows_of(homeless, again)
     left[mine, at] = False
     return again, LinkTable(near, far, walked.extent, walked.near_stride, walked.far_stride), left

@@ -18,6 +18,11 @@ import numpy as np
 from reshard.geometry.index_math import MAX_OFFSET
 from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, places_of, starts_of
 
+Interval = tuple[Ints, Ints]
+Keys = tuple[Ints | None, Ints | None]
+
+SAMPLE = 4096
+"""The overlaps of an axis are estimated from about so many intervals a side."""
 FEW_PAIRS_PER_BOX = 8
 """Up to so many pairs for each box are all looked at."""
 
@@ -57,9 +62,7 @@ def overlapping_pairs(
         return a[:0], b[:0]
     few = _few_pairs(len(a), len(b), a_key, b_key)
     if few is not None:
-        i, j = few
-        hit = (a_lo[i] < b_hi[j]).all(axis=1) & (b_lo[j] < a_hi[i]).all(axis=1)
-        return i[hit], j[hit]
+        return _overlapping_of(*few, (a_lo, a_hi), (b_lo, b_hi))
     axes = _order(a_lo, a_hi, b_lo, b_hi)
     for axis in axes[:-1]:
         a, b, a_key, b_key = _narrowed(
@@ -70,6 +73,35 @@ def overlapping_pairs(
         *_keyed((a_lo[a, last], a_hi[a, last]), (b_lo[b, last], b_hi[b, last]), (a_key, b_key))
     )
     return a[i], b[j]
+
+
+def overlaps_among(lo: Ints, hi: Ints, key: Ints) -> tuple[Ints, Ints]:
+    """Return the pairs of different boxes of one list that overlap, each pair once.
+
+    >>> lo, hi = np.array([[0], [3], [9]]), np.array([[4], [8], [12]])
+    >>> [rows.tolist() for rows in overlaps_among(lo, hi, np.array([5, 5, 5]))]
+    [[0], [1]]
+    """
+    order, label = classes_of([key])
+    stop = np.append(starts_of(label)[1:], len(label))[label]
+    rows = np.arange(len(order), dtype=np.int64)
+    count = stop - rows - 1
+    if count.sum() > FEW_PAIRS_PER_BOX * len(order):
+        i, j = overlapping_pairs(lo, hi, lo, hi, key, key)
+        return i[i < j], j[i < j]
+    i, j = np.repeat(order, count), order[expanded(rows + 1, count)]
+    return _overlapping_of(i, j, (lo, hi), (lo, hi))
+
+
+def _overlapping_of(i: Ints, j: Ints, a: Interval, b: Interval) -> tuple[Ints, Ints]:
+    """Return those of some pairs of boxes that overlap; what is apart on one axis is out."""
+    for axis in range(a[0].shape[1]):
+        apart = a[0][:, axis][i] >= b[1][:, axis][j]
+        apart |= b[0][:, axis][j] >= a[1][:, axis][i]
+        if apart.any():
+            near = np.flatnonzero(~apart)
+            i, j = i[near], j[near]
+    return i, j
 
 
 def _few_pairs(a: int, b: int, a_key: Ints | None, b_key: Ints | None) -> tuple[Ints, Ints] | None:
@@ -88,10 +120,6 @@ def _few_pairs(a: int, b: int, a_key: Ints | None, b_key: Ints | None) -> tuple[
     return np.repeat(np.arange(a), count), order[expanded(first, count)]
 
 
-Interval = tuple[Ints, Ints]
-Keys = tuple[Ints | None, Ints | None]
-
-
 def _order(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> list[int]:
     """Return the axes worth looking at, the most selective first."""
     axes = a_lo.shape[1]
@@ -102,7 +130,9 @@ def _order(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> list[int]:
         sides = a_lo[:, axis], a_hi[:, axis], b_lo[:, axis], b_hi[:, axis]
         # Where every interval of a meets every interval of b the axis decides nothing.
         if sides[0].max() >= sides[3].min() or sides[2].max() >= sides[1].min():
-            useful.append((_pair_count(*sides), axis))
+            useful.append(
+                (_pair_count(*[side[:: 1 + len(side) // SAMPLE] for side in sides]), axis)
+            )
     return [axis for _, axis in sorted(useful)] or [0]
 
 

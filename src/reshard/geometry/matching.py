@@ -16,7 +16,7 @@ import numpy as np
 from reshard.geometry.grid import BoxTable, Grid
 from reshard.geometry.joins import overlapping_pairs
 from reshard.geometry.links import Link, make_link, meet
-from reshard.geometry.ordering import Ints
+from reshard.geometry.ordering import Ints, beside, rows_of
 from reshard.geometry.tables import LinkTable, concatenated
 
 FEW_PAIRS = 48
@@ -98,21 +98,22 @@ def _touching(
 
 def _shared(first: LinkTable, a: BoxTable, b: BoxTable, i: Ints, j: Ints) -> Matches:
     """Return the common blocks of pairs of boxes."""
-    lo = np.maximum(a.lo[i], b.lo[j])
-    extent = np.minimum(a.hi[i], b.hi[j]) - lo
-    link = LinkTable(a.far_at(i, lo), b.far_at(j, lo), extent, a.far_stride[i], b.far_stride[j])
+    lo = np.maximum(rows_of(a.lo, i), rows_of(b.lo, j))
+    extent = np.minimum(rows_of(a.hi, i), rows_of(b.hi, j)) - lo
+    steps = rows_of(a.far_stride, i), rows_of(b.far_stride, j)
+    link = LinkTable(a.far_at(i, lo), b.far_at(j, lo), extent, *steps)
     row = a.row[i]
     still = (first.extent > 1) & (first.near_stride == 0)
     columns = np.flatnonzero(still.any(axis=0))
     if len(columns):
-        repeats = np.where(still, first.extent, 1)[row][:, columns]
-        steps = first.far_stride[row][:, columns]
+        repeats = rows_of(np.where(still, first.extent, 1)[:, columns], row)
+        again = rows_of(first.far_stride[:, columns], row)
         link = LinkTable(
             link.near,
             link.far,
-            np.concatenate([link.extent, repeats], axis=1),
-            np.concatenate([link.near_stride, steps], axis=1),
-            np.concatenate([link.far_stride, np.zeros_like(steps)], axis=1),
+            beside(link.extent, repeats),
+            beside(link.near_stride, again),
+            beside(link.far_stride, np.zeros_like(again)),
         )
     return Matches(link, row, b.row[j])
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.ordering import Ints, starts_of
+from reshard.geometry.ordering import Ints, beside, starts_of
 from reshard.geometry.tables import LinkTable
 
 Level = tuple[Ints, Ints, Ints]
@@ -46,7 +46,7 @@ class Peel:
                 break
             rows = first[peeled[first]]
             self._levels.append(self._level(group[rows], *_outermost(table, rows)))
-            extent = table.extent.copy()
+            extent = table.extent.copy(order="K")
             extent[peeled, 0] = 1
             table = LinkTable(
                 table.near, table.far, extent, table.near_stride, table.far_stride
@@ -74,19 +74,26 @@ class Peel:
             )
             table, group = table.take(np.flatnonzero(kept)), group[kept]
 
+    def lost(self) -> NDArray[np.bool_]:
+        """Mark the groups that lost a dimension."""
+        marked = np.zeros(self.groups, bool)
+        for extent, _, _ in self._levels:
+            marked |= extent > 1
+        return marked
+
     def put_back(self, table: LinkTable, group: Ints) -> LinkTable:
         """Return links of the groups with the dimensions that these lost."""
         if not self._levels:
             return table
         extent, near, far = (
-            np.column_stack([level[part][group] for level in self._levels]) for part in range(3)
+            beside(*[level[part][group] for level in self._levels]) for part in range(3)
         )
         return LinkTable(
             table.near,
             table.far,
-            np.concatenate([extent, table.extent], axis=1),
-            np.concatenate([near, table.near_stride], axis=1),
-            np.concatenate([far, table.far_stride], axis=1),
+            beside(extent, table.extent),
+            beside(near, table.near_stride),
+            beside(far, table.far_stride),
         ).normalised()
 
     def _level(self, group: Ints, extent: Ints, near: Ints, far: Ints) -> Level:
@@ -110,7 +117,10 @@ def _shared(table: LinkTable, first: Ints, lead: Ints) -> NDArray[np.bool_]:
     ``first`` is the first row of each group, ``lead`` that of each row's group. Steps of the
     dimension may touch, but no run may go on from one into the next.
     """
-    n, s, f = _outermost(table, np.arange(len(table)))
+    n, s, f = table.extent[:, 0], table.near_stride[:, 0], table.far_stride[:, 0]
+    last = np.append(first[1:], len(table)) - 1
+    if not ((n[first] > 1) & (n[first] == n[last]) & (s[first] == s[last])).any():
+        return np.zeros(len(table), bool)
     shares = (n > 1) & (n == n[lead]) & (s == s[lead]) & (f == f[lead])
     inside = table.near + ((table.extent - 1) * table.near_stride)[:, 1:].sum(axis=1) + 1
     until = np.repeat(np.maximum.reduceat(inside, first), np.diff(np.append(first, len(table))))

@@ -85,6 +85,12 @@ class PieceTable:
             self.holders,
         )
 
+    def turned(self) -> PieceTable:
+        """Exchange ``F`` and the shards."""
+        return PieceTable(
+            self.rank, self.index, self.link.turned(), self.scale, self.place, self.holders
+        )
+
     def pieces(self) -> dict[int, list[AffinePiece]]:
         """Return the rows as pieces, by rank, dimensions in order of the dest strides."""
         found: dict[int, list[AffinePiece]] = {}
@@ -122,5 +128,5 @@ def _link_table(pieces: Sequence[AffinePiece]) -> LinkTable:
     ):
         column = np.full((count, dims), fill, np.int64)
         column[used] = np.fromiter(chain.from_iterable(values), np.int64)
-        columns.append(column)
+        columns.append(np.asfortranarray(column))
     return LinkTable(near, far, *columns)

@@ -96,7 +96,7 @@ class SegmentTable:
         def column(rows: list[tuple[int, ...]], fill: int) -> Ints:
             filled = [(*row, *[fill] * (len(pad) - len(row))) for row in rows]
             flat = np.fromiter(chain.from_iterable(filled), np.int64)
-            return flat.reshape(count, dims)
+            return np.asfortranarray(flat.reshape(count, dims))
 
         link = LinkTable(
             np.array([segment.target_offset for segment in segments], np.int64),

@@ -22,9 +22,18 @@ from numpy.typing import NDArray
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
-from reshard.geometry.joins import overlapping_pairs
+from reshard.geometry.joins import FEW_PAIRS_PER_BOX, overlaps_among
 from reshard.geometry.links import Link, meet
-from reshard.geometry.ordering import Ints, classes_of, expanded, places_of, starts_of
+from reshard.geometry.ordering import (
+    Ints,
+    beside,
+    classes_of,
+    expanded,
+    groups_of,
+    places_of,
+    rows_of,
+    starts_of,
+)
 from reshard.geometry.tables import (
     LinkTable,
     clusters,
@@ -109,13 +118,6 @@ class Arrangement:
         self._cells = _Cells.of(classes, self._space[classes.row], self._owners)
 
     @property
-    def disjoint(self) -> bool:
-        """Whether no address is named twice."""
-        if self._table.repeats():
-            return False
-        return not self._cells.crossing.any() and len(self._owners.start) - 1 == len(self._boxes)
-
-    @property
     def crossing_rows(self) -> NDArray[np.bool_]:
         """Rows some part of which is also in a box with other bounds."""
         marked = np.zeros(len(self._table), bool)
@@ -152,7 +154,9 @@ class Arrangement:
         cut = chosen[~whole[boxes.row[chosen]]]
         lo, hi, cells, counts = self._cells.inside(kinds[cut])
         cut = np.repeat(cut, counts)
-        pieces = BoxTable(lo, hi, boxes.far_at(cut, lo), boxes.far_stride[cut], boxes.row[cut])
+        pieces = BoxTable(
+            lo, hi, boxes.far_at(cut, lo), rows_of(boxes.far_stride, cut), boxes.row[cut]
+        )
         cut_links = self._grid.links(pieces, self._space[pieces.row])
         first_cell = self._cells.first_cell(kinds[lead])
         table = concatenated(
@@ -185,14 +189,14 @@ class Arrangement:
         columns = np.flatnonzero(still.any(axis=0))
         if not len(columns) or not len(row):
             return parts
-        extent = np.where(still, table.extent, 1)[row][:, columns]
+        extent = rows_of(np.where(still, table.extent, 1)[:, columns], row)
         zeros = np.zeros_like(extent)
         return LinkTable(
             parts.near,
             parts.far,
-            np.concatenate([parts.extent, extent], axis=1),
-            np.concatenate([parts.near_stride, zeros], axis=1),
-            np.concatenate([parts.far_stride, table.far_stride[row][:, columns]], axis=1),
+            beside(parts.extent, extent),
+            beside(parts.near_stride, zeros),
+            beside(parts.far_stride, rows_of(table.far_stride[:, columns], row)),
         ).normalised()
 
 
@@ -214,9 +218,9 @@ class _Cells:
     @classmethod
     def of(cls, classes: BoxTable, space: Ints, owners: Groups) -> _Cells:
         count = len(classes)
-        i, j = overlapping_pairs(classes.lo, classes.hi, classes.lo, classes.hi, space, space)
+        i, j = overlaps_among(classes.lo, classes.hi, space)
         crossing = np.zeros(count, bool)
-        crossing[i[i != j]] = True
+        crossing[i] = crossing[j] = True
         if not crossing.any():
             own = Groups(np.arange(count + 1), np.arange(count))
             return cls(classes.lo, classes.hi, crossing, own, owners, np.ones(count, bool))
@@ -227,16 +231,15 @@ class _Cells:
         cls, classes: BoxTable, space: Ints, owners: Groups, crossing: NDArray[np.bool_]
     ) -> _Cells:
         rows = np.flatnonzero(crossing)
-        lo, hi = classes.lo[rows], classes.hi[rows]
+        lo, hi = rows_of(classes.lo, rows), rows_of(classes.hi, rows)
         cell_of, cell_lo, cell_hi = _compressed_cells(lo, hi, space[rows])
         counts = np.ones(len(classes), np.int64)
         counts[rows] = np.bincount(cell_of, minlength=len(rows))
         start = np.concatenate([[0], np.cumsum(counts)])
-        all_lo = np.repeat(classes.lo, counts, axis=0)
-        all_hi = np.repeat(classes.hi, counts, axis=0)
-        cut = np.repeat(crossing, counts)
-        all_lo[cut], all_hi[cut] = cell_lo, cell_hi
         kind = np.repeat(np.arange(len(classes)), counts)
+        all_lo, all_hi = rows_of(classes.lo, kind), rows_of(classes.hi, kind)
+        cut = crossing[kind]
+        all_lo[cut], all_hi[cut] = cell_lo, cell_hi
         order, label = classes_of(_columns(all_lo, all_hi, space[kind]))
         cell = np.empty(len(order), np.int64)
         cell[order] = label
@@ -259,7 +262,7 @@ class _Cells:
     def inside(self, kinds: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return the cells of some classes: bounds, cell rows, and how many each class has."""
         cells, counts = self.of_class.gathered(kinds)
-        return self.lo[cells], self.hi[cells], cells, counts
+        return rows_of(self.lo, cells), rows_of(self.hi, cells), cells, counts
 
     def first_cell(self, kinds: Ints) -> Ints:
         return self.of_class.items[self.of_class.start[:-1][kinds]]
@@ -301,7 +304,7 @@ def _compressed_cells(lo: Ints, hi: Ints, space: Ints) -> tuple[Ints, Ints, Ints
         )
     box = np.repeat(np.arange(len(lo)), counts)
     rest = expanded(np.zeros_like(counts), counts)
-    cell_lo = np.empty((len(box), axes), np.int64)
+    cell_lo = np.empty((len(box), axes), np.int64, order="F")
     cell_hi = np.empty_like(cell_lo)
     for axis in range(axes):
         rest, step = np.divmod(rest, steps[axis][box])
@@ -333,12 +336,32 @@ def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
             return False
         if len(rows) <= FEW_LINKS and not len(folding_rows(table)):
             return _none_meet(table.links(), space.tolist())
+        if _few_share(space):
+            break
         steps = np.where(_sparse(table), table.extent[:, 0], 1)
         if steps.sum() > 2 * len(rows) + FEW_STEPS or (steps == 1).all():
             break
         again, table = outermost_expanded(table, steps)
         space = space[again]
-    return Arrangement(table, np.arange(len(table)), space).disjoint
+    return _apart_in_grids(table, space)
+
+
+def _apart_in_grids(table: LinkTable, space: Ints) -> bool:
+    """Tell whether links share no address of their space, each space in a grid of its own."""
+    if table.repeats():
+        return False
+    # Spaces without a link have no number.
+    space = (np.cumsum(np.bincount(space) > 0) - 1)[space]
+    boxes = Grid.of([table], space).boxes(table, space)
+    lo, key = boxes.lo, space[boxes.row]
+    _, label = groups_of([key, *lo.T])
+    return int(label[-1]) + 1 == len(boxes) and not len(overlaps_among(lo, boxes.hi, key)[0])
+
+
+def _few_share(space: Ints) -> bool:
+    """Tell whether the links of each space are so few that all pairs may be looked at."""
+    sizes = np.bincount(space)
+    return int((sizes * (sizes - 1) // 2).sum()) <= FEW_PAIRS_PER_BOX * len(space)
 
 
 def _sparse(table: LinkTable) -> NDArray[np.bool_]:

@@ -15,8 +15,9 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.geometry.index_math import MAX_OFFSET
 from reshard.geometry.links import Link
-from reshard.geometry.ordering import Ints, classes_of, expanded
+from reshard.geometry.ordering import Ints, beside, classes_of, expanded, rows_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +29,7 @@ class LinkTable:
     near, far
         Offsets, shape ``(rows,)``.
     extent, near_stride, far_stride
-        Dimensions, shape ``(rows, dims)``; unused ones have extent 1.
+        Dimensions, shape ``(rows, dims)``, by columns; unused ones have extent 1.
     """
 
     near: Ints
@@ -62,9 +63,9 @@ class LinkTable:
         return cls(
             np.fromiter([link.near for link in links], np.int64, rows),
             np.fromiter([link.far for link in links], np.int64, rows),
-            np.ascontiguousarray(table[:, :, 0]),
-            np.ascontiguousarray(table[:, :, 1]),
-            np.ascontiguousarray(table[:, :, 2]),
+            np.asfortranarray(table[:, :, 0]),
+            np.asfortranarray(table[:, :, 1]),
+            np.asfortranarray(table[:, :, 2]),
         )
 
     def links(self) -> list[Link]:
@@ -80,10 +81,23 @@ class LinkTable:
         return LinkTable(
             self.near[index],
             self.far[index],
-            self.extent[index],
-            self.near_stride[index],
-            self.far_stride[index],
+            rows_of(self.extent, index),
+            rows_of(self.near_stride, index),
+            rows_of(self.far_stride, index),
         )
+
+    def replaced(self, rows: Ints, by: LinkTable) -> LinkTable:
+        """Return the table with some rows replaced, which are given in normal form or not."""
+        dims = max(self.dims, by.dims)
+        old, new = self.padded(dims), by.normalised().padded(dims)
+        near, far = old.near.copy(), old.far.copy()
+        near[rows], far[rows] = new.near, new.far
+        extent, near_stride, far_stride = (
+            np.array(part, order="F") for part in (old.extent, old.near_stride, old.far_stride)
+        )
+        extent[rows], near_stride[rows] = new.extent, new.near_stride
+        far_stride[rows] = new.far_stride
+        return LinkTable(near, far, extent, near_stride, far_stride)
 
     def turned(self) -> LinkTable:
         """Exchange near and far."""
@@ -115,9 +129,9 @@ class LinkTable:
         return LinkTable(
             self.near,
             self.far,
-            np.concatenate([self.extent, ones], axis=1),
-            np.concatenate([self.near_stride, zeros], axis=1),
-            np.concatenate([self.far_stride, zeros], axis=1),
+            beside(self.extent, ones),
+            beside(self.near_stride, zeros),
+            beside(self.far_stride, zeros),
         )
 
     def normalised(self) -> LinkTable:
@@ -127,23 +141,47 @@ class LinkTable:
         spaces, and those of extent 1 stand last with strides of 0.
         """
         unit = self.extent == 1
-        extent = self.extent
-        near_stride = np.where(unit, 0, self.near_stride)
-        far_stride = np.where(unit, 0, self.far_stride)
-        if self.dims > 1:
-            order = np.lexsort((-far_stride, -near_stride, unit), axis=1)
-            extent = np.take_along_axis(extent, order, axis=1)
-            near_stride = np.take_along_axis(near_stride, order, axis=1)
-            far_stride = np.take_along_axis(far_stride, order, axis=1)
-            if _coalesce(extent, near_stride, far_stride):
-                order = np.argsort(extent == 1, axis=1, kind="stable")
-                extent = np.take_along_axis(extent, order, axis=1)
-                near_stride = np.take_along_axis(near_stride, order, axis=1)
-                far_stride = np.take_along_axis(far_stride, order, axis=1)
-        used = int((extent != 1).any(axis=0).sum())
-        return LinkTable(
-            self.near, self.far, extent[:, :used], near_stride[:, :used], far_stride[:, :used]
+        extent = np.array(self.extent, order="F")
+        near_stride, far_stride = (
+            np.asfortranarray(np.where(unit, 0, each))
+            for each in (self.near_stride, self.far_stride)
         )
+        _sort_dims(extent, near_stride, far_stride)
+        if _coalesce(extent, near_stride, far_stride):
+            _sort_dims(extent, near_stride, far_stride)
+        return LinkTable(self.near, self.far, extent, near_stride, far_stride).trimmed()
+
+    def trimmed(self) -> LinkTable:
+        """Return rows in normal form without the columns that none of them uses."""
+        used = int((self.extent != 1).any(axis=0).sum())
+        if used == self.dims:
+            return self
+        parts = (self.extent, self.near_stride, self.far_stride)
+        return LinkTable(self.near, self.far, *[part[:, :used] for part in parts])
+
+
+def _sort_dims(extent: Ints, near_stride: Ints, far_stride: Ints) -> None:
+    """Sort the dimensions of each row in place by strides, largest first, those of extent 1 last.
+
+    These have strides of 0, but so may others. Neighbours that stand wrong are exchanged until
+    none do: dimensions are few, and nearly always in order.
+    """
+    dims = extent.shape[1]
+    columns = [part[:, dim] for dim in range(dims) for part in (extent, near_stride, far_stride)]
+    for last in range(dims - 1, 0, -1):
+        moved = False
+        for dim in range(last):
+            (n, s, f), (m, t, g) = (
+                columns[3 * dim : 3 * dim + 3],
+                columns[3 * dim + 3 : 3 * dim + 6],
+            )
+            rows = np.flatnonzero((s < t) | ((s == t) & ((f < g) | ((n == 1) & (m != 1)))))
+            if len(rows):
+                moved = True
+                for left, right in ((n, m), (s, t), (f, g)):
+                    left[rows], right[rows] = right[rows], left[rows]
+        if not moved:
+            break
 
 
 def _coalesce(extent: Ints, near_stride: Ints, far_stride: Ints) -> bool:
@@ -157,9 +195,9 @@ def _coalesce(extent: Ints, near_stride: Ints, far_stride: Ints) -> bool:
         inner = outer + 1
         count = extent[:, inner]
         runs_on = (
-            (count > 1)
-            & (near_stride[:, outer] == count * near_stride[:, inner])
+            (near_stride[:, outer] == count * near_stride[:, inner])
             & (far_stride[:, outer] == count * far_stride[:, inner])
+            & (count > 1)
             & (extent[:, outer] > 1)
         )
         if runs_on.any():
@@ -182,9 +220,9 @@ def concatenated(tables: Iterable[LinkTable]) -> LinkTable:
     return LinkTable(
         np.concatenate([table.near for table in padded]),
         np.concatenate([table.far for table in padded]),
-        np.concatenate([table.extent for table in padded]),
-        np.concatenate([table.near_stride for table in padded]),
-        np.concatenate([table.far_stride for table in padded]),
+        np.concatenate([table.extent.T for table in padded], axis=1).T,
+        np.concatenate([table.near_stride.T for table in padded], axis=1).T,
+        np.concatenate([table.far_stride.T for table in padded], axis=1).T,
     )
 
 
@@ -209,12 +247,8 @@ def clusters(table: LinkTable, spaces: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     new = np.ones(len(order), bool)
     new[1:] = space[1:] != space[:-1]
     if ((near[1:] < stop[:-1]) & ~new[1:]).any():
-        # The furthest stop so far, within each space: compared as places in one sorted list.
-        fence = classes_of([np.concatenate([space, space]), np.concatenate([near, stop])])
-        place = np.empty(2 * len(order), np.int64)
-        place[fence[0]] = fence[1]
-        reached = np.maximum.accumulate(place[len(order) :])
-        new[1:] |= place[: len(order)][1:] >= reached[:-1]
+        begin, end = _on_one_line(near, stop, space)
+        new[1:] |= begin[1:] >= np.maximum.accumulate(end)[:-1]
     else:
         new[:] = True
     cluster = np.empty(len(order), np.int64)
@@ -222,6 +256,21 @@ def clusters(table: LinkTable, spaces: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     crowded = np.bincount(cluster)[cluster] > 1
     crowded[folding_rows(table)] = True
     return cluster, crowded
+
+
+def _on_one_line(near: Ints, stop: Ints, space: Ints) -> tuple[Ints, Ints]:
+    """Return begins and ends, in order of spaces, as places of one line with a space after another.
+
+    Where the spaces do not fit into 62 bits one after the other, places are counted.
+    """
+    room = int(stop.max()) + 1
+    if (int(space[-1]) + 1) * room < MAX_OFFSET:
+        return near + space * room, stop + space * room
+    order, label = classes_of([np.concatenate([space, space]), np.concatenate([near, stop])])
+    place = np.empty(len(order), np.int64)
+    place[order] = label
+    begin, end = np.split(place, 2)
+    return begin, end
 
 
 def apart(table: LinkTable, spaces: Ints) -> bool:
