@@ -17,7 +17,7 @@ from reshard import api
 from reshard.cli import main
 from reshard.formats.checkpoint import Problem
 from tests.formats.edited import nothing, with_info
-from tests.truth import EXAMPLE, Case, by_name, case_named, golden
+from tests.truth import EXAMPLE, Case, by_name, case_named, cases, golden
 
 Capture = pytest.CaptureFixture[str]
 
@@ -237,7 +237,7 @@ def test_the_report_numbers_them(save: Path, capsys: Capture) -> None:
     assert out == (
         "looked at\n"
         f"  folder  {save}\n"
-        "  step3   5 files, 134 kB, dp2 tp2 pp1 ep1\n"
+        "  step3   5 files, 134 kB, ZeRO-1 dp2 tp2 pp1 ep1\n"
         "\n"
         "1. 1 of 4 files of optimizer states missing: zero_pp_rank_1_mp_rank_00_optim_states.pt\n"
         f"  where  {save}/step3\n"
@@ -253,6 +253,38 @@ def test_the_report_numbers_them(save: Path, capsys: Capture) -> None:
         "\n"
         "2 things to mend\n"
     )
+
+
+# ------------------------------------------------------------------------------ the topology
+
+
+NEW = [case for case in cases() if case.name.startswith(("golden", "0.19"))]
+
+
+@pytest.mark.parametrize("case", by_name(NEW))
+def test_the_topology_is_said_with_its_stage(case: Case) -> None:
+    ((_, survey),) = api.diagnose(case.path).folders
+    assert survey.topology is not None
+    assert survey.topology.stage == case.stage
+    stated = case.topology.get("ep", 1), (case.topology.get("model_args") or {}).get("ep", 1)
+    assert survey.topology.ep == max(stated)
+
+
+@pytest.mark.parametrize(
+    "name", ["odd_z1_dp2_fp32", "odd_z2_dp2_bf16", "odd_z3_dp4_bf16", "odd_z0_dp2_fp32"]
+)
+def test_the_stage_is_said_of_a_folder_that_no_reader_opens(name: str, tmp_path: Path) -> None:
+    case = case_named(f"golden/{name}")
+    tag = Path(shutil.copytree(case.tag_path, tmp_path / TAG))
+    if case.stage == 0:
+        torch.save({}, tag / MODEL.format(7))
+    else:
+        next(tag.glob("*zero_pp_rank_1_*_optim_states.pt")).unlink()
+    found = api.diagnose(tag)
+    assert not found.healthy
+    ((_, survey),) = found.folders
+    assert survey.topology is not None
+    assert survey.topology.stage == case.stage
 
 
 # ------------------------------------------------------------------------------ healthy

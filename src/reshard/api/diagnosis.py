@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.api.arguments import paths_of
@@ -91,11 +91,10 @@ def diagnose(
     notes: list[Problem] = []
     for tag in tags:
         resolved = resolve_folder(tag, sources.also)
-        survey = registry.survey(resolved)
-        surveys.append((str(resolved.path), survey))
-        faults, remarks = _in_folder(tag, resolved, survey, sources)
-        found += faults
-        notes += remarks
+        looked = _in_folder(tag, resolved, registry.survey(resolved), sources)
+        surveys.append((str(resolved.path), looked.survey))
+        found += looked.faults
+        notes += looked.notes
     found += leftovers((folder, folder.parent, *(Path(path) for path, _ in surveys)))
     notes += (problem for problem in found if not problem.next_step)
     mendable = tuple(dict.fromkeys(problem for problem in found if problem.next_step))
@@ -202,23 +201,33 @@ def _tags_in(folder: Path) -> list[Path]:
 # --------------------------------------------------------------------------- one tag folder
 
 
-def _in_folder(
-    path: Path, folder: TagFolder, survey: Survey, sources: _Sources
-) -> tuple[list[Problem], list[Problem]]:
-    """The faults of one tag folder, and what its reader remarks."""
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What a tag folder holds, its faults, and what its reader remarks."""
+
+    survey: Survey
+    faults: list[Problem]
+    notes: list[Problem]
+
+
+def _in_folder(path: Path, folder: TagFolder, survey: Survey, sources: _Sources) -> _Looked:
+    """Ask survey and reader; the reader knows the degrees of experts too."""
     stated = sources.layout is not None
     faults = [found for found in survey.problems if not (stated and _is_layout(found, survey))]
     faults += _idle(folder, survey, sources.also)
     notes: list[Problem] = []
     if _is_readable(survey, sources):
         try:
-            notes += sources.open(path).problems
+            checkpoint = sources.open(path)
+            notes += checkpoint.problems
+            if survey.topology is not None:
+                survey = replace(survey, topology=checkpoint.topology)
         except ReshardError as error:
             faults.append(problem_of(error, str(folder.path)))
     elif not survey.whole:
         said = "layouts, shapes and lengths were not compared: that needs every file"
         notes.append(Problem(said, str(folder.path)))
-    return faults, notes
+    return _Looked(survey, faults, notes)
 
 
 def _is_readable(survey: Survey, sources: _Sources) -> bool:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reshard.cli import main
 from reshard.errors import UsageError
-from reshard.formats.deepspeed.writing import NativeOptions
+from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.deepspeed.writing.drop_in import lay_out_drop_in
 from reshard.formats.registry import open_checkpoint
 from reshard.formats.target import Target
@@ -62,12 +63,38 @@ def test_the_command_line_makes_the_folder_and_says_what_stays_behind(
     topology = ["--to", "deepspeed", "--stage", "3", "--dp", "3"]
     assert main(["convert", str(trainer), str(out), *topology, "--drop-in", "--verify"]) == 0
     said = capsys.readouterr().out
-    assert "RNG states and data-loader positions of single ranks cannot be carried" in said
+    assert "RNG states and data-loader positions" not in said  # said once, by the files' names
     assert "left out, of ranks of another topology: rng_state_0.pth, rng_state_1.pth" in said
     assert "verified: the output holds what its source holds, bit for bit" in said
     assert {name: (out / name).read_bytes() for name in CARRIED} == CARRIED
     assert (out / "latest").read_text() == "step3"
     assert main(["verify", str(trainer), str(out)]) == 0
+
+
+BOUND = "RNG states and data-loader positions belong to single ranks, and other ranks cannot go on"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_states_of_single_ranks_are_named_where_there_are_some(
+    trainer: Path, tmp_path: Path, ranks: int
+) -> None:
+    bare = Path(shutil.copytree(trainer / "step3", tmp_path / "bare/step3"))
+    states = Path(shutil.copytree(bare, tmp_path / "states/step3"))
+    file = states / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    torch.save({**content, "random_rng_state": [1, 2], "dataloader": {}, "arng": 0}, file)
+
+    def said(folder: Path) -> list[str]:
+        options = NativeOptions(stage=1, dp=ranks)
+        target = lay_out_deepspeed(open_checkpoint(folder), tag="new", options=options)
+        return [note for note in target.notes if note.startswith(BOUND)]
+
+    assert said(bare) == []
+    if ranks == 2:
+        assert said(trainer) == said(states) == []
+    else:
+        assert said(trainer) == [f"{BOUND} with them: rng_state_0.pth, rng_state_1.pth"]
+        assert said(states) == [f"{BOUND} with them: random_rng_state, dataloader"]
 
 
 def test_states_of_single_ranks_are_carried_to_the_same_ranks(

@@ -156,6 +156,17 @@ def read_optimizer_states(path: str, dp: int, mp: int) -> OptimizerStates:
     )
 
 
+def stage_of(archive: Archive) -> int:
+    """Return the ZeRO stage of an optimizer file that is open; 1 for BF16_Optimizer.
+
+    Raises
+    ------
+    ReshardError
+        It is no optimizer file, or of no stage that is known.
+    """
+    return _stage(Cursor(archive.root, archive.path).at("optimizer_state_dict"))
+
+
 def _stage(body: Cursor) -> int:
     cursor = body.maybe("zero_stage")
     if cursor is None:

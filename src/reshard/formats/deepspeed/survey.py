@@ -7,11 +7,13 @@ the grid is looked for, and every file that lies outside it is left over from an
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Topology
 from reshard.formats.deepspeed.names import (
     FileKind,
@@ -21,6 +23,8 @@ from reshard.formats.deepspeed.names import (
     parse_file_name,
     zero3_model_file_name,
 )
+from reshard.formats.deepspeed.numbered import has_optimizer
+from reshard.formats.deepspeed.optimizer_records import stage_of
 from reshard.formats.deepspeed.rank_files import MOST_RANKS
 from reshard.formats.deepspeed.records import ModelStates, read_model_states
 from reshard.formats.folders import TagFolder
@@ -51,6 +55,7 @@ class _Survey:
         self.findings = Findings()
         self.paths: dict[FileName, Path] = {}
         self.models: dict[FileName, ModelStates] = {}
+        self.stages: Counter[int] = Counter()
         self.damaged: set[FileName] = set()
         self.whole = True
 
@@ -113,10 +118,17 @@ class _Survey:
                 self.findings.inside(model.archive)
         else:
             archive = self.findings.archive(path)
+            if archive is not None and name.kind is FileKind.OPTIMIZER:
+                self._count_stage(archive)
         if archive is None:
             self.damaged.add(name)
         else:
             self._require_own_name(name, archive)
+
+    def _count_stage(self, archive: Archive) -> None:
+        """Note the stage of an optimizer file; what it lacks, the reader says."""
+        with contextlib.suppress(ReshardError):
+            self.stages[stage_of(archive)] += 1
 
     def _require_own_name(self, name: FileName, archive: Archive) -> None:
         carried = parse_file_name(f"{archive.name}.pt")
@@ -263,7 +275,12 @@ class _Survey:
                 yield RankFile(kind.value, rank, mp, Presence.MISSING, file)
 
     def _stage(self) -> int | None:
-        return 3 if any(name.kind is FileKind.ZERO3_MODEL for name in self.paths) else None
+        """What most optimizer files say; without any, the names or the model-state files."""
+        if self.stages:
+            return self.stages.most_common(1)[0][0]
+        if any(name.kind is FileKind.ZERO3_MODEL for name in self.paths):
+            return 3
+        return 0 if any(has_optimizer(model.archive) for model in self.models.values()) else None
 
 
 def _order(name: FileName) -> tuple[str, int, int, int, int]:

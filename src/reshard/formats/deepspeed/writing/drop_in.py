@@ -14,7 +14,6 @@ its memory bound, its digests and its crash safety.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, Region, Role, SourceFile, StoredTensor
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.rank_bound import RNG_FILE
 from reshard.formats.deepspeed.writing.writer import POINTER, lay_out_deepspeed
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.folders import holds_checkpoint
@@ -31,9 +31,6 @@ from reshard.layouts.builders import replicated_map
 
 FILE_STATE = "file"
 """State under which a carried file is a tensor; its name is the path."""
-
-RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
-"""RNG states, one a process (``transformers.Trainer``)."""
 
 NOT_CARRIED = frozenset((POINTER, MANIFEST_NAME))
 """Files that the output has of its own."""

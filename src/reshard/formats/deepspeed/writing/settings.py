@@ -24,6 +24,7 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing.contents import Contents, listed
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.deepspeed.writing.rank_bound import SHOWN, bound_to_ranks
 from reshard.formats.loss_scale import DYNAMIC, SCALE_NUMBERS, SCALER, still_settings
 from reshard.formats.torch_archive import same_value
 
@@ -187,9 +188,12 @@ def notes(
     """
     yield from _layout_notes(contents, options, columns)
     source = contents.checkpoint.topology
-    if (source.dp, source.tp, source.pp) != (options.dp, options.tp, options.pp):
+    bound = bound_to_ranks(contents.checkpoint, files=not options.drop_in)
+    if bound and (source.dp, source.tp, source.pp) != (options.dp, options.tp, options.pp):
         yield (
-            "RNG states and data-loader positions of single ranks cannot be carried to other ranks"
+            "RNG states and data-loader positions belong to single ranks, and other ranks cannot "
+            f"go on with them: {', '.join(bound[:SHOWN])}"
+            + (f" and {len(bound) - SHOWN} more" if len(bound) > SHOWN else "")
         )
     yield from _carried_notes(contents, options)
     if empty and options.stage == 3:
