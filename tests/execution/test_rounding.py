@@ -87,5 +87,5 @@ def test_replicas_are_compared_before_they_are_rounded(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[64 + 40] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ReplicaMismatchError, match="1 elements that differ"):
+    with pytest.raises(ReplicaMismatchError, match="1 element differing"):
         execute(made, tmp_path / "out", workers=1, max_memory=MIB)

@@ -174,7 +174,7 @@ def test_a_grid_of_many_ranks_says_what_it_leaves_out() -> None:
     text = inspection_page(api.Diagnosis("/c", (("/c", Survey(files)),), ()), None, "so")
     grid = Page(text).tables[0]
     assert [len(row) for row in grid.rows] == [1 + 4] * (1 + 1024)  # the longer axis is down
-    assert "976 more rows are not drawn" in text
+    assert "not drawn: 976 more rows" in text
 
 
 @pytest.mark.parametrize("words", [["--tensors", "nope*"], ["--also", "nowhere"]])

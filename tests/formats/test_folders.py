@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.api import diagnose, open_checkpoint
 from reshard.errors import CheckpointError, MissingFileError, UsageError
 from reshard.formats.folders import resolve_folder
 
@@ -49,6 +50,38 @@ def test_no_pointer_lists_what_is_complete(tmp_path: Path) -> None:
     saved(tmp_path, "step1", "step2")
     with pytest.raises(CheckpointError, match="step1, step2"):
         resolve_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [
+        ("step2", "no checkpoint here: neither checkpoint files nor a pointer file"),
+        ("", "latest names a folder without a checkpoint"),
+    ],
+)
+def test_an_empty_folder_is_told_as_such(named: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "step2").mkdir()
+    (tmp_path / "latest").write_text("step2")
+    for opened in (open_checkpoint, diagnose):
+        with pytest.raises(CheckpointError) as refused:
+            opened(tmp_path / named)
+        assert refused.value.what == what
+        assert refused.value.file == str(tmp_path / "step2")
+        assert refused.value.found == "an empty folder"
+        assert refused.value.next_step == (
+            "check the path; if it is right, the save did not finish or was not copied"
+        )
+
+
+def test_beside_a_folder_without_a_checkpoint_others_are_named(tmp_path: Path) -> None:
+    saved(tmp_path, "step1")
+    (tmp_path / "step2").mkdir()
+    (tmp_path / "step2" / "notes.txt").touch()
+    (tmp_path / "latest").write_text("step2")
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(tmp_path)
+    assert refused.value.found == "'notes.txt'"
+    assert refused.value.next_step == "name another tag folder (step1)"
 
 
 def test_a_pointer_to_an_absent_folder_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from reshard.formats.folders import (
     holds_checkpoint,
     holds_weights,
     resolve_folder,
+    unknown_folder,
 )
 from reshard.formats.registry import ReadOptions
 from reshard.formats.survey import Survey, problem_of
@@ -85,8 +86,7 @@ def diagnose(
     folder = given if given.is_dir() else given.parent
     found, tags = _tag_folders(folder) if given.is_dir() else ([], [given])
     if not tags:
-        resolve_folder(folder, sources.also)  # says what is there instead
-        raise CheckpointError("no checkpoint here", file=folder, next_step="check the path")
+        raise unknown_folder(resolve_folder(folder, sources.also))
     surveys: list[tuple[str, Survey]] = []
     notes: list[Problem] = []
     for tag in tags:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import InternalError, UsageError
+from reshard.geometry.notation import count_text
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,7 +74,7 @@ class BufferPool:
             if self.taken + nbytes > self.cap:
                 raise InternalError(
                     "a buffer would pass the memory cap",
-                    expected=f"at most {self.cap} bytes",
+                    expected=f"at most {count_text(self.cap, 'byte')}",
                     found=self.taken + nbytes,
                 )
             self.taken += nbytes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import OutputError
 from reshard.execution.staging import exists_error
 from reshard.formats.manifest import MANIFEST_NAME
+from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -128,8 +129,8 @@ def check_room(plan: Plan, parent: Path, present: int) -> None:
         raise OutputError(
             "there is no room for the output",
             file=parent,
-            expected=f"{needed} bytes free",
-            found=f"{free} bytes free",
+            expected=f"{count_text(needed, 'byte')} free",
+            found=f"{count_text(free, 'byte')} free",
             next_step="make room, or choose a folder on another disk",
         )
 

@@ -45,6 +45,7 @@ from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging
 from reshard.formats.manifest import MANIFEST_NAME
+from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -221,7 +222,7 @@ class _Run:
             raise OutputError(
                 "an interrupted run has left finished work",
                 file=self.staging.folder,
-                found=f"{len(found.records.slots)} finished tensors",
+                found=count_text(len(found.records.slots), "finished tensor"),
                 next_step="continue it with --resume, or start over with --overwrite",
             )
         self.staging.discard()

@@ -22,6 +22,7 @@ from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.replicas import REFUSE
 from reshard.execution.sources import SourceFiles
+from reshard.geometry.notation import count_text
 from reshard.planning import PlannedFill, RouteBook, SourceTable, identity_fill
 from reshard.planning.routes import missing
 
@@ -98,7 +99,7 @@ def _fill(
             "the files do not hold every element of a tensor",
             parameter=tensor.name,
             state=tensor.state,
-            expected=f"{tensor.numel} elements",
+            expected=count_text(tensor.numel, "element"),
             found=tensor.numel - holes,
         )
     return fill

@@ -23,6 +23,7 @@ import numpy as np
 
 from reshard.errors import ReplicaMismatchError
 from reshard.execution.gather import strided
+from reshard.geometry.notation import count_text
 from reshard.planning.moves import cut
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class ReplicaFinding:
             file=" and ".join(self.files),
             parameter=self.key[0],
             state=self.key[1],
-            found=f"{self.count} elements that differ, the first at offset {self.first}, "
-            f"by at most {self.largest:.6g}",
+            found=f"{count_text(self.count, 'element')} differing, the first at offset "
+            f"{self.first}, by at most {self.largest:.6g}",
             next_step="choose a copy with --replicas first, or their mean with --replicas mean",
         )
 

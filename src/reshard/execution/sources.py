@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from reshard.errors import CheckpointError, MissingFileError
+from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -74,8 +75,8 @@ class SourceFiles:
                 raise CheckpointError(
                     "a source file changed since it was opened",
                     file=source.path,
-                    expected=f"{source.nbytes} bytes",
-                    found=f"{size} bytes",
+                    expected=count_text(source.nbytes, "byte"),
+                    found=count_text(size, "byte"),
                     next_step="wait until the job that writes it has ended, then start again",
                 )
 
@@ -169,7 +170,7 @@ class SourceFiles:
         return CheckpointError(
             "a source file became shorter while it was read",
             file=planned.path,
-            expected=f"{planned.nbytes} bytes",
+            expected=count_text(planned.nbytes, "byte"),
             found=f"its end at or before byte {offset}",
             next_step="restore the file, then continue with --resume",
         )

@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError, InvalidMapError, UnsupportedError
 from reshard.formats.checkpoint import Region
 from reshard.formats.torch_archive import TensorRecord
 from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 
@@ -106,7 +107,7 @@ def _refuse_holes(name: str, composed: ParamAffineMap) -> None:
             broken="P1",
             offset=holes[0].start,
             parameter=name,
-            expected=f"{composed.numel} elements",
+            expected=count_text(composed.numel, "element"),
             found=composed.numel - sum(map(len, holes)),
         )
 
@@ -190,7 +191,7 @@ def record_region(record: TensorRecord, file: str) -> Region:
         raise CheckpointError(
             "a tensor reaches over the end of its storage",
             file=file,
-            expected=f"{nbytes} bytes from {record.offset}",
+            expected=f"{count_text(nbytes, 'byte')} from {record.offset}",
             found=f"a storage that ends at {record.storage.offset + record.storage.nbytes}",
         )
     return Region(file, record.offset, nbytes)

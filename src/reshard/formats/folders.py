@@ -28,6 +28,10 @@ all ranks or of one, and the index before the save was finished."""
 POINTER_LIMIT = 4096
 """A pointer file holds one folder name; more bytes than this are not a pointer."""
 
+_WANTED = f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, or a .metadata"
+_ELSEWHERE = "check the path; if it is right, the save did not finish or was not copied"
+_SHOWN = 4
+
 
 @dataclass(frozen=True, slots=True)
 class TagFolder:
@@ -127,7 +131,7 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
                 raise MissingFileError(
                     f"the pointer file names a folder that is not there: {tag!r}",
                     file=folder / name,
-                    found=_complete_tags(folder),
+                    found=_said_tags(_tags(folder)),
                     next_step="name the tag folder itself",
                 )
             return folder / tag, name
@@ -136,20 +140,40 @@ def _follow_pointer(folder: Path) -> tuple[Path, str]:
 
 def _nothing_here(folder: Path) -> CheckpointError:
     """The error for a folder without a checkpoint; it says where in it there are some."""
-    saves = _save_folders(folder)
+    saves, tags = _save_folders(folder), _tags(folder)
+    if saves:
+        listed = ", ".join(f"{name} ({pointer}: {tag})" for name, pointer, tag in saves)
+        found, such = f"folders with a pointer file: {listed}", saves[0][0]
+    else:
+        found, such = _said_tags(tags), tags[-1] if tags else ""
     return CheckpointError(
         "no checkpoint here: neither checkpoint files nor a pointer file",
         file=folder,
-        expected=f"one of {', '.join(POINTERS)}, *_states.pt or *.safetensors files, "
-        "or a .metadata",
-        found="folders with a pointer file: "
-        + ", ".join(f"{name} ({pointer}: {tag})" for name, pointer, tag in saves)
-        if saves
-        else _complete_tags(folder),
-        next_step=f"name one of them, such as {folder / saves[0][0]}"
-        if saves
-        else "name the tag folder itself",
+        expected=_WANTED,
+        found=found if such else _entries(folder),
+        next_step=f"name one of them, such as {folder / such}" if such else _ELSEWHERE,
     )
+
+
+def unknown_folder(folder: TagFolder) -> CheckpointError:
+    """Return the error for a folder that is there and holds nothing that a format recognises."""
+    others = [tag for tag in _tags(folder.path.parent) if tag != folder.tag]
+    named = f"{folder.pointer} names a folder without a checkpoint" if folder.pointer else ""
+    beside = f"name another tag folder ({', '.join(others)})" if others else _ELSEWHERE
+    return CheckpointError(
+        named or "no checkpoint here: the folder is of no format that is known",
+        file=folder.path,
+        expected=_WANTED,
+        found=_entries(folder.path),
+        next_step=beside,
+    )
+
+
+def _entries(folder: Path) -> str:
+    """What lies in a folder, in a few words."""
+    names = sorted(entry.name for entry in os.scandir(folder))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more if names else "an empty folder"
 
 
 def _save_folders(folder: Path) -> list[tuple[str, str, str]]:
@@ -179,13 +203,16 @@ def _read_pointer(path: Path) -> str:
     return tag
 
 
-def _complete_tags(folder: Path) -> str:
-    tags = [
+def _said_tags(tags: Sequence[str]) -> str:
+    return "folders with checkpoint files: " + ", ".join(tags) if tags else "none"
+
+
+def _tags(folder: Path) -> list[str]:
+    return [
         entry.name
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
         if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
     ]
-    return "folders with checkpoint files: " + ", ".join(tags) if tags else "none"
 
 
 def holds_sets(folder: TagFolder) -> bool:

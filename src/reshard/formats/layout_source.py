@@ -25,6 +25,7 @@ from math import prod
 from reshard.errors import InvalidMapError, LayoutError, UnknownLayoutError
 from reshard.formats.patterns import compile_pattern, literal_name
 from reshard.geometry import ParamAffineMap
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import replicated_map
 
 __all__ = [
@@ -261,8 +262,8 @@ class Layouts:
         missing = {**others, **shapes}
         reasons = dict.fromkeys(filter(None, map(self._why_not, missing)))
         return UnknownLayoutError(
-            f"how {len(missing)} parameters were cut over {self.degree} tensor-parallel ranks is "
-            "not known",
+            f"how {count_text(len(missing), 'parameter')} {'was' if len(missing) == 1 else 'were'} "
+            f"cut over {self.degree} tensor-parallel ranks is not known",
             shards=missing,
             file=self.file,
             parameter=listed(list(missing)),

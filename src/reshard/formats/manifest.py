@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reshard.errors import ArchiveError, MissingFileError
 from reshard.formats.folders import TagFolder
+from reshard.geometry.notation import count_text
 
 MANIFEST_NAME = "reshard_manifest.json"
 MANIFEST_FORMAT = "reshard-manifest"
@@ -122,7 +123,7 @@ def require_files(folder: TagFolder, suffix: str = "") -> None:
     """
     lost = [loss for loss in lost_files(folder) if loss.path.endswith(suffix)]
     if lost:
-        many = f"{len(lost)} file{'s' if len(lost) > 1 else ''} missing"
+        many = f"{count_text(len(lost), 'file')} missing"
         raise lost[0].error(folder.path, many)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp.options import DcpOptions, DcpReading
 from reshard.formats.deepspeed.writing.options import NativeOptions
@@ -26,6 +26,7 @@ from reshard.formats.folders import (
     holds_sets,
     names_set,
     resolve_folder,
+    unknown_folder,
 )
 from reshard.formats.safetensors.options import WEIGHTS, SafetensorsOptions
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
@@ -301,12 +302,7 @@ def open_checkpoint(
     for entry in FORMATS.values():
         if entry.recognises(folder):
             return entry.read(folder, stated, reading)
-    raise CheckpointError(
-        "the folder is of no format that is known",
-        file=folder.path,
-        expected=f"one of {', '.join(FORMATS)}",
-        next_step="name the tag folder itself",
-    )
+    raise unknown_folder(folder)
 
 
 def is_cut(path: str | os.PathLike[str], *, also: Sequence[str] = ()) -> bool:

@@ -17,6 +17,7 @@ from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.matching import Matches
+from reshard.geometry.notation import count_text
 from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import SegmentTable, TransferPlan
@@ -53,8 +54,8 @@ def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
     if target.numel != source.numel:
         raise CompositionError(
             "the maps describe tensors of different sizes",
-            expected=f"{target.numel} elements {target.logical_shape}",
-            found=f"{source.numel} elements {source.logical_shape}",
+            expected=f"{count_text(target.numel, 'element')} {target.logical_shape}",
+            found=f"{count_text(source.numel, 'element')} {source.logical_shape}",
             next_step="narrow one of them to what they share",
         )
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 from reshard.errors import InvalidMapError
 from reshard.geometry.frozen import Frozen
 from reshard.geometry.index_math import MAX_OFFSET, as_index, as_indices, numel
+from reshard.geometry.notation import count_text
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 
@@ -96,7 +97,7 @@ class MapValue(Frozen):
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.logical_shape)) or "scalar"
-        lines = [f"{shape} over {len(self._shapes)} ranks"]
+        lines = [f"{shape} over {count_text(len(self._shapes), 'rank')}"]
         for rank, pieces in self._owned().items():
             shard = "×".join(map(str, self._shapes[rank])) or "scalar"
             text = "; ".join(map(str, pieces)) or "nothing"

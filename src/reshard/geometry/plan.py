@@ -37,7 +37,7 @@ from reshard.geometry.frozen import Frozen
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import MAX_OFFSET, numel, span
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
-from reshard.geometry.notation import block_text, ranges_text
+from reshard.geometry.notation import block_text, count_text, ranges_text
 from reshard.geometry.ordering import Ints, grouped_sums
 from reshard.geometry.refinement import names_once
 from reshard.geometry.tables import LinkTable
@@ -219,7 +219,7 @@ class TransferPlan(Frozen):
         return f"TransferPlan({shapes}, {self.segments!r}, {self._unfilled!r})"
 
     def __str__(self) -> str:
-        lines = [f"{len(self)} segments, {self.numel} elements"]
+        lines = [f"{count_text(len(self), 'segment')}, {count_text(self.numel, 'element')}"]
         lines += [f"  {segment}" for segment in self.segments]
         for rank, holes in self._unfilled.items():
             lines.append(f"  nothing → {rank}: {ranges_text(holes)}")

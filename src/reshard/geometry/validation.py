@@ -26,7 +26,7 @@ from reshard.errors import InvalidMapError
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
-from reshard.geometry.notation import ranges_text
+from reshard.geometry.notation import count_text, ranges_text
 from reshard.geometry.ordering import Ints, kinds_of
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
@@ -161,7 +161,7 @@ def _check_filled(subject: Subject, dest: LinkTable) -> None:
                 ranks=(rank,),
                 offset=holes[0].start,
                 parameter=subject.parameter,
-                expected=f"{size} elements",
+                expected=count_text(size, "element"),
                 found=f"holes {ranges_text(holes)}",
             )
 
@@ -184,7 +184,7 @@ def _check_holders(subject: Subject) -> None:
             broken="P1",
             offset=holes[0].start,
             parameter=subject.parameter,
-            expected=f"{subject.total} elements",
+            expected=count_text(subject.total, "element"),
             found=f"holes {ranges_text(holes)}",
         )
 

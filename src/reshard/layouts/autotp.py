@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from reshard.errors import LayoutError
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.geometry.index_math import row_major_strides
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import contiguous_split_map, replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim
 
@@ -107,7 +108,7 @@ def shard_sizes(
     if tp_degree < 1 or grain < 1 or (kv_heads is not None and kv_heads < 1):
         raise LayoutError(
             "a cut needs at least one rank, one head and a grain of one element",
-            found=f"{tp_degree} ranks, {kv_heads} heads, grain {grain}",
+            found=f"degree {tp_degree}, heads {kv_heads}, grain {grain}",
         )
     if kv_heads is not None and total % kv_heads == 0 and follows_heads(layer):
         return tuple(size * (total // kv_heads) for size in _nearly_even(kv_heads, tp_degree))
@@ -390,7 +391,7 @@ def conv1d_row_map(shape: Sequence[int], tp_degree: int, numbers: ModelNumbers) 
     if sum(sizes) != rows:
         raise LayoutError(
             "AutoTP can cut a Conv1D weight only when it is square",
-            expected=f"{columns} rows",
+            expected=count_text(columns, "row"),
             found=rows,
         )
     strides = (1, row_major_strides((rows, columns))[0])

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from reshard.errors import LayoutError
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.geometry.index_math import row_major_strides
+from reshard.geometry.notation import count_text
 from reshard.layouts.ranges import Range, ranges_map, require_dim
 
 __all__ = [
@@ -207,7 +208,7 @@ def segmented_map(
     if len(split_widths) != split:
         raise LayoutError(
             "widths are not given for every block that is split",
-            expected=f"{split} rows of widths",
+            expected=f"{count_text(split, 'row')} of widths",
             found=len(split_widths),
         )
     rows = iter(split_widths)

@@ -210,7 +210,7 @@ def _experts_by_rank(ranks: object, size: int) -> tuple[tuple[int, ...], ...]:
         raise LayoutError(
             "a placement does not list its ranks",
             expected=f"a list of {size}",
-            found=f"{len(ranks)} entries" if isinstance(ranks, list) else type(ranks).__name__,
+            found=f"a list of {len(ranks)}" if isinstance(ranks, list) else type(ranks).__name__,
         )
     by_rank: dict[int, tuple[int, ...]] = {}
     for entry in ranks:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from reshard.errors import LayoutError
 from reshard.geometry import ParamAffineMap
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import contiguous_split_map, replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim, resized
 
@@ -152,7 +153,9 @@ def equal_parts(shards: Shards, count: int, dim: int, degree: int) -> ParamAffin
     shape, sizes = joined(shards, dim, degree)
     if any(size % count for size in sizes):
         raise LayoutError(
-            f"a shard does not divide into {count} sub-parameters", dim=dim, found=dict(shards)
+            f"a shard does not divide into {count_text(count, 'sub-parameter')}",
+            dim=dim,
+            found=dict(shards),
         )
     widths = [size // count for size in sizes]
     return sub_param_map(shape, [sum(widths)] * count, [widths] * count, dim)

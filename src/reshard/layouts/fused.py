@@ -31,6 +31,7 @@ from types import MappingProxyType
 
 from reshard.errors import LayoutError
 from reshard.geometry import ParamAffineMap
+from reshard.geometry.notation import count_text
 from reshard.layouts.autotp import ModelNumbers, shard_sizes
 from reshard.layouts.builders import (
     block_gather_map,
@@ -321,7 +322,8 @@ def shared_qk_map(
         raise LayoutError(
             "shared-QK heads need an even number, divisible by the ranks, of equal sizes",
             dim=partition_dim,
-            found=f"{num_heads} heads over {tp_degree} ranks, extent {shape[partition_dim]}",
+            found=f"{count_text(num_heads, 'head')} over {count_text(tp_degree, 'rank')}, "
+            f"extent {shape[partition_dim]}",
         )
     heads = {rank: shared_qk_heads(num_heads, tp_degree, rank) for rank in range(tp_degree)}
     return block_gather_map(shape, heads, size, partition_dim)

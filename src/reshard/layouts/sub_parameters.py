@@ -20,6 +20,7 @@ from math import prod
 
 from reshard.errors import LayoutError
 from reshard.geometry import ParamAffineMap
+from reshard.geometry.notation import count_text
 from reshard.layouts.autotp import ModelNumbers, shard_sizes
 from reshard.layouts.builders import replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim, resized
@@ -122,7 +123,7 @@ class View:
         if UNKNOWN in extents or prod(extents) != numel:
             raise LayoutError(
                 "a view of sub-parameters does not fit the parameter",
-                expected=f"{numel} elements",
+                expected=count_text(numel, "element"),
                 found=f"view {self}",
             )
         return tuple(extents)

@@ -21,6 +21,7 @@ from reshard.errors import CheckpointError, InternalError, ScaledStateError, Usa
 from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor
 from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot, Target
+from reshard.geometry.notation import count_text
 from reshard.planning.plan import (
     Origin,
     Place,
@@ -119,8 +120,9 @@ class SourceTable:
                 rank=holder,
                 parameter=tensor.name,
                 state=tensor.state,
-                expected=f"{needed} bytes from byte {region.offset}",
-                found=f"a region of {region.nbytes} bytes in a file of {self._sizes[region.file]}",
+                expected=f"{count_text(needed, 'byte')} from byte {region.offset}",
+                found=f"a region of {count_text(region.nbytes, 'byte')} in a file of "
+                f"{self._sizes[region.file]}",
             )
         return Place(number, region.offset)
 
@@ -224,7 +226,7 @@ def _check(fill: Fill, tensor: StoredTensor, route: Route) -> None:
             "the source does not hold every element that the output needs",
             parameter=name,
             state=state,
-            expected=f"{route.numel} elements",
+            expected=count_text(route.numel, "element"),
             found=f"{route.numel - holes}",
         )
     scaled = any(move.scale != 1.0 for move in (*route.moves, *route.checks))

@@ -134,7 +134,7 @@ def test_what_is_neither_model_nor_optimizer_is_said(tmp_path: Path) -> None:
     tree = {"model": model, "optim": nested, "epoch": 3, "loss": torch.tensor([0.5])}
     checkpoint = opened(save(tree, tmp_path / "ckpt"))
     assert checkpoint.problems[0].what == (
-        "2 entries are of neither the model nor the optimizer, and are not carried: loss, epoch"
+        "entries of neither the model nor the optimizer are not carried: loss, epoch"
     )
 
 

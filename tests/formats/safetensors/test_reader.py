@@ -101,7 +101,7 @@ def test_files_of_one_set_may_lie_in_two_folders(sharded: Path, tmp_path: Path) 
 def test_a_wrong_total_is_a_problem_and_no_refusal(sharded: Path) -> None:
     edit_index(sharded, lambda index: index["metadata"].update(total_size=1))
     problems = reshard.open_checkpoint(sharded).problems
-    assert "the index states 1 bytes of tensors, and there are" in str(problems[0])
+    assert "the index states 1 as the bytes of its tensors, and there are" in str(problems[0])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_total_that_is_no_number_is_a_problem(stated: str, shown: str, sharded
     index = sharded / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("987654", stated))
     (problem,) = reshard.open_checkpoint(sharded).problems
-    assert problem.what.startswith(f"the index states {shown} bytes of tensors, and there are ")
+    assert problem.what.startswith(f"the index states {shown} as the bytes of its tensors, ")
 
 
 def test_a_total_may_be_a_float(sharded: Path) -> None:

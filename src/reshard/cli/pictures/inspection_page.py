@@ -138,7 +138,7 @@ def _grid_of(kind: str, files: Sequence[RankFile], topology: Topology | None) ->
     )
     drawn = node("table", node("thead", head), node("tbody", *rows), klass="grid")
     more = len(down) - len(shown)
-    told = [node("p", f"{format_count(more)} more rows are not drawn")] if more else []
+    told = [node("p", f"not drawn: {counted(more, 'more row')}")] if more else []
     return node("figure", node("figcaption", kind), node("div", drawn, klass="scroll"), *told)
 
 

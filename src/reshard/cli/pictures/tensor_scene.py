@@ -365,7 +365,7 @@ class _Drawing:
         shared = {piece.piece.locations for piece in pieces if piece.is_replica}
         if shared:
             listed = [ranks_text(ranks) for ranks in sorted(shared)[:4]]
-            more = f" and {len(shared) - 4} more sets" if len(shared) > 4 else ""
+            more = f" and {counted(len(shared) - 4, 'more set')}" if len(shared) > 4 else ""
             said = f"hatched: replicas, the same elements on holders {' | '.join(listed)}{more}"
             yield f"h{self.colour[min(min(ranks) for ranks in shared)]}", True, said
         stored = sum(_numel(shape) for shape in self.tensor.map.shard_shapes.values())

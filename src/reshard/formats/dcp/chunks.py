@@ -33,6 +33,7 @@ from reshard.formats.torch_archive import (
     short_repr,
 )
 from reshard.geometry import AffinePiece, ParamAffineMap
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 Strides = tuple[int, ...]
@@ -264,8 +265,9 @@ def require_whole(name: str, entry: TensorEntry, chunks: Sequence[Chunk], folder
             "chunks are missing: elements of the tensor are in none of the files",
             file=folder,
             parameter=name,
-            expected=f"{whole} elements",
-            found=f"{held} in {len(chunks)} chunks; the first missing is at {_hole(entry, chunks)}",
+            expected=count_text(whole, "element"),
+            found=f"{held} in {count_text(len(chunks), 'chunk')}; the first missing is at "
+            f"{_hole(entry, chunks)}",
             next_step="the save did not finish, or a rank did not take part; take another one",
         )
 

@@ -23,6 +23,7 @@ from reshard.formats.dcp.index import Chunk, Index, Path, Place, PlaceKey, Tenso
 from reshard.formats.dtypes import DType
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import Global, ObjectRecord, read_pickle, short_repr
+from reshard.geometry.notation import count_text
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -143,7 +144,7 @@ def _chunk(cursor: Cursor, dims: int) -> Chunk:
     fields = _fields(cursor, CHUNK)
     chunk = Chunk(_at(fields, "offsets").shape(), _at(fields, "sizes").shape())
     if not len(chunk.offsets) == len(chunk.sizes) == dims:
-        raise cursor.unexpected(f"a box of {dims} dims")
+        raise cursor.unexpected(f"a box of {count_text(dims, 'dim')}")
     return chunk
 
 

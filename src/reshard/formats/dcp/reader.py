@@ -51,6 +51,7 @@ from reshard.formats.folders import TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import read_scalar, short_repr
+from reshard.geometry.notation import count_text
 
 FP32 = "fp32"
 _LISTED = 3
@@ -210,7 +211,7 @@ class _Reading:
     def _tensor(self, name: str, state: str, entry: str, role: Role) -> StoredTensor:
         tensor = self.index.tensors[entry]
         found, regions = self.maps.locate(entry, tensor)
-        chunks = f"{len(regions)} chunk{'s' if len(regions) > 1 else ''}"
+        chunks = count_text(len(regions), "chunk")
         return StoredTensor(name, state, tensor.dtype, found, regions, role, f"dcp, {chunks}")
 
     def _add_state(self, found: _Sorted, state: StateEntry) -> None:
@@ -293,8 +294,7 @@ class _Reading:
         ]
         if rest:
             yield Problem(
-                f"{len(rest)} entries are of neither the model nor the optimizer, and are not "
-                f"carried: {_listing(rest)}",
+                f"entries of neither the model nor the optimizer are not carried: {_listing(rest)}",
                 self.index.file,
             )
         yield from self._unclear_roles(found, {*carried.roles, *aliases})
@@ -311,8 +311,8 @@ class _Reading:
         ]
         if unclear:
             yield Problem(
-                f"{len(unclear)} tensors are in no group, so they may be buffers or frozen "
-                f"parameters, and are taken as buffers: {_listing(unclear)}",
+                "tensors in no group may be buffers or frozen parameters, and are taken as "
+                f"buffers: {_listing(unclear)}",
                 self.index.file,
                 next_step="name frozen parameters with --frozen GLOB, and tied ones with --exclude",
             )

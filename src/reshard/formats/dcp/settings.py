@@ -24,6 +24,7 @@ from reshard.formats.checkpoint import Checkpoint, Extra, Role, Scalar
 from reshard.formats.dcp.carried import CARRIED_EXTRAS, Carried
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.torch_archive import NewTensor, Size, TensorRecord
+from reshard.geometry.notation import count_text
 
 STEP = "step"
 
@@ -81,7 +82,7 @@ def settings_of(checkpoint: Checkpoint, adam: str | None = None) -> Settings:
         raise CheckpointError(
             "the source does not keep the hyperparameters of every optimizer group",
             file=checkpoint.path,
-            expected=f"{len(names)} groups",
+            expected=count_text(len(names), "group"),
             found=len(stored),
             next_step="write the weights alone with --states fp32",
         )

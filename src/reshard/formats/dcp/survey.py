@@ -16,6 +16,7 @@ from reshard.formats.dcp.index import DATA_SUFFIX, METADATA, Index
 from reshard.formats.dcp.metadata import read_index
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import AGAIN, Findings, Presence, RankFile, Survey
+from reshard.geometry.notation import count_text
 
 CHUNKS = "chunks"
 
@@ -48,7 +49,7 @@ def _named(folder: Path, index: Index, findings: Findings) -> Iterator[RankFile]
         if not path.is_file():
             presence = Presence.MISSING
             findings.add(
-                f"a data file is missing, with {entries[name]} chunks and objects",
+                f"a data file is missing, with {count_text(entries[name], 'chunk')} and objects",
                 path,
                 "copy it from the node that wrote it",
             )

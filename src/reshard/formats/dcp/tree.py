@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.formats.dcp.index import Index, Path
 from reshard.formats.dcp.options import Keys
+from reshard.geometry.notation import count_text
 
 STATE, PARAM_GROUPS, PARAMS = "state", "param_groups", "params"
 MODEL = "model"
@@ -215,7 +216,9 @@ def find_model(
             if trained
             else "no place in the tree is the model",
             file=index.file,
-            expected=f"{len(trained)} parameters, {min(trained)} among them" if trained else None,
+            expected=f"{count_text(len(trained), 'parameter')}, {min(trained)} among them"
+            if trained
+            else None,
             found=_shown({path[:-1] for path in paths.values()}),
             next_step="say where the model is with --model-key",
         )

@@ -29,6 +29,7 @@ from reshard.formats.dcp.tree import PARAM_GROUPS, PARAMS, STATE
 from reshard.formats.dtypes import DType
 from reshard.formats.target import OutputFile, Target
 from reshard.formats.torch_archive import NewTensor, TensorRecord
+from reshard.geometry.notation import count_text
 
 FP32 = "fp32"
 
@@ -176,8 +177,8 @@ class _Output:
         frozen = {t.name for t in self.checkpoint.tensors.values() if t.role is Role.FROZEN}
         if frozen:
             yield (
-                f"{len(frozen)} frozen parameters are in the model; DCP does not say that they "
-                "are frozen"
+                f"the model has {count_text(len(frozen), 'frozen parameter')}, and DCP does not "
+                "say what is frozen"
             )
 
 

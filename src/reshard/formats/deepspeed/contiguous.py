@@ -25,6 +25,7 @@ from reshard.formats.deepspeed.grid import require_one_value
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
 from reshard.formats.deepspeed.records import ModelStates, Shapes
+from reshard.geometry.notation import count_text
 from reshard.layouts.flat import FlatFragment, contiguous_partition, flat_offsets
 
 
@@ -107,8 +108,8 @@ def _partition_length(buffer: Buffer, numels: Sequence[int], alignment: Sequence
         raise CheckpointError(
             f"the partitions of group {group} do not hold the parameters that param_shapes lists",
             file=buffer.parts[0].file,
-            expected=f"{end} elements and less than {2 * count} of padding",
-            found=f"{count} partitions of {length}",
+            expected=f"{count_text(end, 'element')} and less than {2 * count} of padding",
+            found=f"{count_text(count, 'partition')} of {length}",
             next_step="a rank file is from another run",
         )
     return length

@@ -44,6 +44,7 @@ from reshard.formats.layout_source import (
     require_fit,
 )
 from reshard.formats.patterns import PatternTable, quoted
+from reshard.geometry.notation import count_text
 
 DEFAULT = "no pattern, so one after the other on dim 0"
 """Provenance of a parameter that no pattern names."""
@@ -279,7 +280,8 @@ class ConversionKeys(LayoutSource):
             if self._defaults(name) and not self.rules_of(name) and not self.is_vocabulary(name)
         ]
         if taken and not self.autotp:
-            yield f"{len(taken)} parameters have {DEFAULT}: {listed(taken)}"
+            has = "has" if len(taken) == 1 else "have"
+            yield f"{count_text(len(taken), 'parameter')} {has} {DEFAULT}: {listed(taken)}"
 
 
 def _consistent(rules: list[KeyRule]) -> bool:

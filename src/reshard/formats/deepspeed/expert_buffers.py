@@ -31,6 +31,7 @@ from reshard.formats.deepspeed.native_moe import NativeLayer, global_name, is_na
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part
 from reshard.formats.deepspeed.records import Shapes
+from reshard.geometry.notation import count_text
 
 ORDER_KEY = "use_data_before_expert_parallelism"
 """Key of the configuration that chooses the order of ranks."""
@@ -96,8 +97,8 @@ def by_stated_place(
             parts = pool.get(ExpertPlace(ep_rank, edp_rank, edp), ())
             if len(parts) != 1:
                 raise CheckpointError(
-                    f"{len(parts)} ranks hold partition {edp_rank} of the experts of EP rank "
-                    f"{ep_rank}",
+                    f"partition {edp_rank} of the experts of EP rank {ep_rank} is held by "
+                    + count_text(len(parts), "rank"),
                     file=parts[1].file if parts else files[0],
                     parameter=what,
                     expected=f"each of {ep} x {edp} places once",
@@ -165,7 +166,7 @@ def fused_buffers(
                     rank=f"ep {ep_rank}",
                     parameter=next(iter(filled)),
                     expected=f"group {group}",
-                    found=f"{len(part.rank.groups)} groups",
+                    found=count_text(len(part.rank.groups), "group"),
                     next_step="a rank file is from another run",
                 )
         buffers.append(Buffer(group, filled, parts, ep_rank))
@@ -346,7 +347,7 @@ def _local_experts(
             "the experts of a layer do not fit the expert-parallel degree",
             file=file,
             parameter=name,
-            expected=f"{layer.num_experts} experts over {ep} ranks",
+            expected=f"{count_text(layer.num_experts, 'expert')} over {count_text(ep, 'rank')}",
             found=f"local expert {number}",
             next_step="the expert files are of another run than the optimizer files",
         )

@@ -28,6 +28,7 @@ from reshard.errors import CheckpointError, DocumentError, LayoutError, Unsuppor
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.parsing import Cursor
 from reshard.geometry import ParamAffineMap, maps_from_document
+from reshard.geometry.notation import count_text
 from reshard.layouts.experts import ExpertPlacement, expert_map
 
 METADATA_KEYS = ("ds_autoep_layers", "autoep_layers")
@@ -261,8 +262,8 @@ def _placement(entry: Cursor, prefix: str) -> ExpertPlacement:
         raise _malformed(
             entry,
             "the expert placement contradicts its layer",
-            expected=f"{experts} experts over {ep_size} ranks",
-            found=f"{placement.num_experts} experts over {ranks} ranks",
+            expected=f"{count_text(experts, 'expert')} over {count_text(ep_size, 'rank')}",
+            found=f"{count_text(placement.num_experts, 'expert')} over {count_text(ranks, 'rank')}",
         )
     return placement
 
@@ -302,7 +303,9 @@ def _require_same_map(
 ) -> None:
     shape = stored.logical_shape
     if not shape or shape[0] != placement.num_experts:
-        raise _conflict(name, file, None, f"{placement.num_experts} experts", f"shape {shape}")
+        raise _conflict(
+            name, file, None, count_text(placement.num_experts, "expert"), f"shape {shape}"
+        )
     placed = _lowered(placement, shape)
     said = stored.canonical()
     for rank in sorted({*placed.ranks, *said.ranks}):

@@ -26,6 +26,7 @@ from reshard.formats.deepspeed.experts import AutoEP
 from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.torch_archive import TensorRecord
+from reshard.geometry.notation import count_text
 from reshard.layouts.flat import FlatFragment, ceil_div, per_parameter_partition
 
 
@@ -255,7 +256,7 @@ def _blocks(name: str, shape: tuple[int, ...], models: list[ModelStates]) -> Mod
                 "a block of a frozen parameter has another size than its shape says",
                 file=model.file,
                 parameter=name,
-                expected=f"{expected} elements",
+                expected=count_text(expected, "element"),
                 found=f"shape {record.shape}",
             )
     require_one_value(

@@ -37,6 +37,7 @@ from reshard.formats.pipelines import (
     split_owner,
 )
 from reshard.formats.torch_archive import TensorRecord, read_archive
+from reshard.geometry.notation import count_text
 
 Shape = tuple[int, ...]
 
@@ -201,7 +202,7 @@ def _require_ranks(opened: Iterable[LayerFile], tp: int, folder: Path) -> None:
                     "a layer file of a tensor rank that this checkpoint does not have",
                     file=path,
                     rank=f"tp {rank}",
-                    expected=f"{tp} files a layer",
+                    expected=f"{count_text(tp, 'file')} a layer",
                     found=len(paths),
                     next_step="it is left over from another run; move it away",
                 )

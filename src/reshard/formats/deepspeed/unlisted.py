@@ -30,6 +30,7 @@ from reshard.formats.deepspeed.partitions import MASTER, Fragment, Part, Partiti
 from reshard.formats.deepspeed.records import Shapes
 from reshard.formats.rounded_copies import SAMPLE, is_rounded
 from reshard.formats.torch_archive import TensorRecord
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 Weights = Mapping[str, tuple[str, TensorRecord]]
@@ -83,7 +84,7 @@ def _shape(name: str, numel: int, weights: Weights, part: Part) -> tuple[int, ..
             "a parameter of the optimizer is not among the weights in its size",
             file=part.file if held is None else held[0],
             parameter=name,
-            expected=f"{numel} elements",
+            expected=count_text(numel, "element"),
             found="nothing" if held is None else f"shape {held[1].shape}",
             next_step="the files are of different runs",
         )

@@ -35,6 +35,7 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import Weights, weights_of, whole_copy
 from reshard.formats.rounded_copies import is_rounded
 from reshard.formats.torch_archive import TensorRecord
+from reshard.geometry.notation import count_text
 
 Candidate = tuple[str, Shape]
 
@@ -180,7 +181,7 @@ def _names(
         raise CheckpointError(
             "param_shapes contradicts the states of the optimizer",
             file=stages[0].file,
-            expected=f"{len(stated)} parameters, as param_shapes lists them",
+            expected=f"{count_text(len(stated), 'parameter')}, as param_shapes lists them",
             found=f"{len(numbered)}, or of other shapes",
             next_step="the file is damaged or edited",
         )

@@ -33,6 +33,7 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import in_module_order
 from reshard.formats.deepspeed.unsharded import assign_among
 from reshard.formats.torch_archive import Archive, TensorRecord, read_archive
+from reshard.geometry.notation import count_text
 from reshard.layouts.builders import replicated_map
 
 Shape = tuple[int, ...]
@@ -110,7 +111,7 @@ def _degree(experts: Experts, files: Mapping[int, Path], folder: Path) -> int:
             "the optimizer file of an expert-parallel rank is missing",
             file=folder / f"expp_rank_{missing[0]}_mp_rank_00_optim_states.pt",
             rank=f"ep {missing[0]}",
-            expected=f"{ep} files",
+            expected=count_text(ep, "file"),
             found=len(files),
             next_step="copy it from the node that wrote it; without any of these files the weights "
             "of the experts are taken alone",

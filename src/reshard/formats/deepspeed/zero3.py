@@ -31,6 +31,7 @@ from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
 from reshard.formats.deepspeed.records import ModelStates, Shapes
+from reshard.geometry.notation import count_text
 from reshard.layouts.flat import per_parameter_length, per_parameter_partition
 
 Cell = tuple[int, int]
@@ -118,7 +119,7 @@ def _is_over_world(
         raise CheckpointError(
             f"flat group {group} does not hold the parameters that param_shapes lists",
             file=own[0].file,
-            expected=f"{over_dp} elements for {dp} ranks"
+            expected=f"{count_text(over_dp, 'element')} for {count_text(dp, 'rank')}"
             + (f" or {over_world} for {dp * tp}" if tp > 1 else ""),
             found=length,
             next_step="a rank file is from another run, or the shards are cut another way (MiCS)",
@@ -211,7 +212,7 @@ def _require_length(shapes: Shapes, parts: Sequence[Part]) -> None:
             raise CheckpointError(
                 f"flat group {part.group} does not hold the experts that param_shapes lists",
                 file=part.file,
-                expected=f"{expected} elements for {len(parts)} ranks",
+                expected=f"{count_text(expected, 'element')} for {count_text(len(parts), 'rank')}",
                 found=part.states.master.shape[0],
                 next_step="a rank file is from another run",
             )

@@ -19,6 +19,7 @@ from reshard.errors import ArchiveError, CheckpointError, MissingFileError
 from reshard.formats.folders import WEIGHT_SUFFIXES, TagFolder, names_set
 from reshard.formats.parsing import Cursor, shown
 from reshard.formats.safetensors.header import LARGEST
+from reshard.geometry.notation import count_text
 
 SUFFIX, INDEX_SUFFIX = WEIGHT_SUFFIXES
 LARGEST_INDEX = 1 << 28
@@ -120,7 +121,7 @@ def _indexed(index: Index, paths: Mapping[str, Path]) -> FileSet:
             raise MissingFileError(
                 "the index names a file that is not there",
                 file=index.path.parent / name,
-                expected=f"{len(names)} files",
+                expected=count_text(len(names), "file"),
                 found=f"{sum(name in paths for name in names)}",
                 next_step="fetch it again, or name its folder with --also",
             )
@@ -159,7 +160,7 @@ def _require_whole_row(stem: str, row: list[Path]) -> None:
         raise MissingFileError(
             "a file of the set is missing",
             file=row[0].with_name(missing[0]),
-            expected=f"{count} files",
+            expected=count_text(count, "file"),
             found=len(row),
             next_step="fetch it again, or name a file to read it alone",
         )

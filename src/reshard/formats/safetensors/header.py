@@ -26,6 +26,7 @@ from pathlib import Path
 
 from reshard.errors import ArchiveError, CheckpointError, UnsupportedError
 from reshard.formats.dtypes import DTYPES, DType
+from reshard.geometry.notation import count_text
 
 LENGTH_NBYTES = 8
 ALIGNMENT = 8
@@ -209,8 +210,10 @@ def read_header(path: str) -> Header:
             raise ArchiveError(
                 "the file is cut short, or no safetensors file",
                 file=path,
-                expected=f"a header of {length} bytes" if len(head) == LENGTH_NBYTES else "8 bytes",
-                found=f"{nbytes} bytes in all",
+                expected=f"a header of {count_text(length, 'byte')}"
+                if len(head) == LENGTH_NBYTES
+                else "8 bytes",
+                found=f"{count_text(nbytes, 'byte')} in all",
             )
         if length > LARGEST_HEADER:
             raise ArchiveError(
@@ -274,7 +277,7 @@ def _entries(table: Mapping[str, object], path: str) -> Iterator[Entry]:
                 "the bytes of a tensor are not as many as its shape and type need",
                 file=path,
                 parameter=name,
-                expected=f"{needed} bytes for {value['dtype']} {list(shape)}",
+                expected=f"{count_text(needed, 'byte')} for {value['dtype']} {list(shape)}",
                 found=f"data_offsets {list(offsets)}",
             )
         yield Entry(name, dtype, shape, *offsets)
@@ -330,6 +333,6 @@ def _require_tiling(entries: Sequence[Entry], nbytes: int, path: str) -> None:
         raise ArchiveError(
             "the file is cut short" if at > nbytes else "there are bytes after the last tensor",
             file=path,
-            expected=f"{at} bytes of data",
+            expected=f"{count_text(at, 'byte')} of data",
             found=nbytes,
         )

@@ -163,7 +163,8 @@ def _size_problems(found: FileSet, headers: Mapping[Path, Header]) -> Iterator[P
     total = sum(header.nbytes - header.data for header in headers.values())
     if index is not None and index.total_size not in (None, total):
         yield Problem(
-            f"the index states {index.total_size} bytes of tensors, and there are {total}",
+            f"the index states {index.total_size} as the bytes of its tensors, and there are "
+            f"{total}",
             str(index.path),
         )
 

@@ -19,6 +19,7 @@ from reshard.formats.torch_archive.reader import LARGEST_PICKLE
 from reshard.formats.torch_archive.tensors import NewTensor, StorageRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes
+from reshard.geometry.notation import count_text
 
 
 def read_pickle(path: str | os.PathLike[str], known: Collection[str]) -> object:
@@ -46,7 +47,7 @@ def read_pickle(path: str | os.PathLike[str], known: Collection[str]) -> object:
                 "the pickle is too large to be that of a checkpoint",
                 file=source.path,
                 expected=f"at most {LARGEST_PICKLE} bytes",
-                found=f"{source.size} bytes",
+                found=count_text(source.size, "byte"),
             )
         data = source.read(0, source.size)
         return _read(data, source.path, known)

@@ -14,6 +14,7 @@ from reshard.errors import ArchiveError, UnsupportedError
 from reshard.formats.torch_archive.reader import Archive
 from reshard.formats.torch_archive.tensors import TensorRecord, needed_extent
 from reshard.formats.torch_archive.zip_directory import FileBytes
+from reshard.geometry.notation import count_text
 
 Place = tuple[str, int]
 """A file and an offset in it, in bytes."""
@@ -69,7 +70,7 @@ def fetch(
         raise ArchiveError(
             "a tensor is too large to be read at once",
             file=tensor.path,
-            expected=f"at most {largest} bytes",
+            expected=f"at most {count_text(largest, 'byte')}",
             found=f"{max(extent, tensor.nbytes)} bytes",
         )
     if not extent:
@@ -79,8 +80,8 @@ def fetch(
             raise ArchiveError(
                 "the file has changed since it was opened",
                 file=tensor.path,
-                expected=f"{file_size} bytes",
-                found=f"{source.size} bytes",
+                expected=f"a size of {file_size}",
+                found=source.size,
             )
         raw = source.read(tensor.offset, extent)
     return raw if tensor.is_contiguous else b"".join(_runs(raw, tensor))

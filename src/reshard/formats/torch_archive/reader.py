@@ -28,6 +28,7 @@ from reshard.formats.torch_archive.machine import Machine
 from reshard.formats.torch_archive.tensors import StorageRecord, TensorRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes, ZipEntry, locate, read_directory
+from reshard.geometry.notation import count_text
 
 LARGEST_PICKLE = 1 << 30
 """Largest pickle that is read, in bytes. Real ones are below a few megabytes."""
@@ -214,7 +215,7 @@ class _Opening:
                 "the pickle is too large to be that of a checkpoint",
                 file=self.source.path,
                 expected=f"at most {LARGEST_PICKLE} bytes",
-                found=f"{entry.nbytes} bytes",
+                found=count_text(entry.nbytes, "byte"),
             )
         data = self.source.read(locate(self.source, entry), entry.nbytes)
         if zlib.crc32(data) != entry.crc32:
@@ -240,13 +241,14 @@ class _Opening:
             raise ArchiveError(
                 f"storage {short_repr(key)} is shorter than the pickle says",
                 file=self.source.path,
-                expected=f"{nbytes} bytes",
-                found=f"{entry.nbytes} bytes",
+                expected=count_text(nbytes, "byte"),
+                found=count_text(entry.nbytes, "byte"),
                 next_step="the file is damaged; copy it again from where it was written",
             )
         if entry.nbytes - nbytes >= (1 if dtype is None else dtype.itemsize):
             self.problems.append(
-                f"storage {short_repr(key)} has {entry.nbytes} bytes where the pickle says {nbytes}"
+                f"storage {short_repr(key)} has {count_text(entry.nbytes, 'byte')} where the "
+                f"pickle says {nbytes}"
             )
         return StorageRecord(
             path=self.source.path,

@@ -28,6 +28,7 @@ from reshard.formats.torch_archive.tensors import (
     needed_extent,
 )
 from reshard.formats.torch_archive.values import Global, short_repr
+from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.formats.torch_archive.construction import Construction
@@ -99,8 +100,8 @@ def _view(
     if needed > storage.nbytes:
         raise ArchiveError(
             f"storage {short_repr(storage.key)} is shorter than its tensor of shape {shape}",
-            expected=f"{needed} bytes",
-            found=f"{storage.nbytes} bytes",
+            expected=count_text(needed, "byte"),
+            found=count_text(storage.nbytes, "byte"),
             next_step="the file is damaged; copy it again",
         )
     return TensorRecord(

@@ -25,6 +25,7 @@ from reshard.formats.torch_archive.tensors import NewTensor, StorageRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes
 from reshard.formats.torch_archive.zip_layout import ALIGNMENT, ZipLayout
+from reshard.geometry.notation import count_text
 
 _BLOCK = 1 << 22
 _LONGEST_NAME = 1024
@@ -246,8 +247,8 @@ def _known_data(storage: _Placed) -> bytes | None:
     if known or len(data) != storage.nbytes:
         raise UsageError(
             f"the bytes for storage {short_repr(storage.label)} are not those of all of it",
-            expected=f"{storage.nbytes} bytes",
-            found=f"{len(data)} bytes" + (" and others" if known else ""),
+            expected=count_text(storage.nbytes, "byte"),
+            found=count_text(len(data), "byte") + (" and others" if known else ""),
         )
     return data
 

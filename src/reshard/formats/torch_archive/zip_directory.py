@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from reshard.errors import ArchiveError, MissingFileError
 from reshard.formats.torch_archive.values import short_repr
+from reshard.geometry.notation import count_text
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -129,7 +130,7 @@ class FileBytes:
             raise _unreadable(self.path, error) from error
         if missing > 0:
             raise ArchiveError(
-                f"the file ends early: no {nbytes} bytes at {offset}",
+                f"the file ends early: no {count_text(nbytes, 'byte')} at {offset}",
                 file=self.path,
                 expected=f"{offset + nbytes} bytes",
                 found=f"{offset + nbytes - missing} bytes",
@@ -159,10 +160,10 @@ class ByteWindow(FileBytes):
     def __init__(self, source: FileBytes, start: int, size: int) -> None:
         if start + size > source.size:
             raise ArchiveError(
-                f"the file ends early: no {size} bytes at {start}",
+                f"the file ends early: no {count_text(size, 'byte')} at {start}",
                 file=source.path,
                 expected=f"{start + size} bytes",
-                found=f"{source.size} bytes",
+                found=count_text(source.size, "byte"),
                 next_step=_CUT_SHORT,
             )
         self.path = source.path
@@ -245,7 +246,7 @@ def locate(source: FileBytes, entry: ZipEntry) -> int:
             f"record {short_repr(entry.name)} reaches beyond the file",
             file=source.path,
             expected=f"{start + entry.nbytes} bytes",
-            found=f"{source.size} bytes",
+            found=count_text(source.size, "byte"),
             next_step=_CUT_SHORT,
         )
     return start
@@ -265,7 +266,7 @@ def _find_directory(source: FileBytes) -> tuple[int, int, int]:
             "something follows the end of the archive, or its end is missing",
             file=source.path,
             expected=f"{end_offset + _END.size + comment} bytes",
-            found=f"{source.size} bytes",
+            found=count_text(source.size, "byte"),
             next_step=_CUT_SHORT,
         )
     directory_end = end_offset
@@ -297,7 +298,7 @@ def _end64(source: FileBytes, offset: int, limit: int) -> tuple[int, int, int, i
             "bytes are missing from the middle of the file, or were added to it",
             file=source.path,
             expected=f"{source.size - limit + offset + _END64.size} bytes",
-            found=f"{source.size} bytes",
+            found=count_text(source.size, "byte"),
             next_step=_CUT_SHORT,
         )
     _, _, _, _, disk, start_disk, _, count, size, start = _END64.unpack(record)
@@ -324,7 +325,7 @@ def _no_end(source: FileBytes, tail: bytes) -> ArchiveError:
         what,
         file=source.path,
         expected="a zip archive with an end record",
-        found=f"{source.size} bytes",
+        found=count_text(source.size, "byte"),
         next_step=next_step,
     )
 
@@ -416,7 +417,7 @@ def _check_extents(path: str, entries: dict[str, ZipEntry], directory: int) -> N
         raise ArchiveError(
             f"record {short_repr(previous)} reaches into the directory",
             file=path,
-            expected=f"{end} bytes before it",
-            found=f"{directory} bytes",
+            expected=f"{count_text(end, 'byte')} before it",
+            found=count_text(directory, "byte"),
             next_step=_CUT_SHORT,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from reshard.errors import MissingFileError
 from reshard.formats.checkpoint import Problem
 from reshard.formats.parsing import Cursor
+from reshard.geometry.notation import count_text
 
 WEIGHTS = "fp32"
 """The state that every trained parameter has, unless no state of this name was written."""
@@ -53,7 +54,7 @@ def require_parameters(
             f"a parameter is missing that the model-state file {Path(listed[lost[0]]).name} lists",
             file=zero / lost[0] / f"{WEIGHTS}.pt",
             parameter=lost[0],
-            expected=f"{len(listed)} parameters",
+            expected=count_text(len(listed), "parameter"),
             found=f"all but {len(lost)}",
             next_step="copy its folder again, or convert again",
         )

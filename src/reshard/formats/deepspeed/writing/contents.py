@@ -26,6 +26,7 @@ from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_o
 from reshard.formats.dtypes import DType
 from reshard.formats.model_dtypes import stated_dtypes
 from reshard.formats.pipelines import PIPELINE, Pipeline
+from reshard.geometry.notation import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ def _groups(
         raise CheckpointError(
             "the source does not keep the hyperparameters of every optimizer group",
             file=checkpoint.path,
-            expected=f"{len(names)} groups",
+            expected=count_text(len(names), "group"),
             found=len(settings),
             next_step="DeepSpeed's native loader takes them from the checkpoint; "
             "convert to universal instead",

@@ -27,6 +27,7 @@ from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.rank_bound import SHOWN, bound_to_ranks
 from reshard.formats.loss_scale import DYNAMIC, SCALE_NUMBERS, SCALER, still_settings
 from reshard.formats.torch_archive import same_value
+from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.formats.deepspeed.writing.flat_groups import Bank
@@ -198,8 +199,9 @@ def notes(
     yield from _carried_notes(contents, options)
     if empty and options.stage == 3:
         yield (
-            f"{len(empty)} parameters are empty on some tensor rank ({empty[0]}, …); DeepSpeed "
-            "0.19.8 cannot train such a model under ZeRO-3"
+            f"some tensor rank holds nothing of {count_text(len(empty), 'parameter')} "
+            f"({', '.join(empty[:SHOWN])}{', …' if len(empty) > SHOWN else ''}); DeepSpeed 0.19.8 "
+            "cannot train such a model under ZeRO-3"
         )
     if options.stage == 0:
         yield (

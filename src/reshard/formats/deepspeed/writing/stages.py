@@ -29,6 +29,7 @@ from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.pipelines import Pipeline, PipelineLayer, PipelineStage
 from reshard.formats.target import OutputFile
 from reshard.formats.torch_archive import NewTensor
+from reshard.geometry.notation import count_text
 
 # --------------------------------------------------------------------------- stages
 
@@ -70,7 +71,7 @@ def _require_one_stage(contents: Contents, options: NativeOptions) -> None:
         raise UnsupportedError(
             "the source does not say which layers its pipeline has",
             file=source.path,
-            found=f"a {source.format} folder of {source.topology.pp} stages",
+            found=f"a {source.format} folder of {count_text(source.topology.pp, 'stage')}",
             next_step="convert from the native checkpoint that it was made from, or from a "
             "universal folder that reshard made of it",
         )
@@ -98,7 +99,7 @@ def _target_stages(pipeline: Pipeline, options: NativeOptions) -> tuple[Pipeline
     if starts is None and options.pp > 1:
         raise LayoutError(
             "which layers each pipeline stage has is not known",
-            found=f"a source of {len(pipeline.stages)} stages",
+            found=f"a source of {count_text(len(pipeline.stages), 'stage')}",
             next_step="state the first layer of every stage with --stage-starts; DeepSpeed prints "
             "how many layers each stage has when the run begins",
         )
