@@ -38,7 +38,11 @@ def run(script: str, tmp_path: Path) -> str:
 def test_change_tp(tmp_path: Path) -> None:
     said = run("change_tp/run.sh", tmp_path)
     assert "verified: the output holds what its source holds, bit for bit" in said
-    assert said.count("model.layers.0.self_attn.k_proj.weight") == 2
+    before, after = said.split("model.layers.0.mlp.down_proj.weight")[1:]
+    for rank, (first, width) in enumerate([(0, 7), (7, 7)]):
+        assert f"F[{first} + 16×14 {width}×1] → [0 + 16×{width} {width}×1] on {rank}" in before
+    for rank, (first, width) in enumerate([(0, 4), (4, 4), (8, 3), (11, 3)]):
+        assert f"F[{first} + 16×14 {width}×1] → [0 + 16×{width} {width}×1] on {rank}" in after
 
 
 def test_own_layout(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from tests.docs.pages import RUN, SHOWN, blocks, pages
 from tests.docs.running import Reader
 from tests.truth import ROOT
 
+FIRST = (ROOT / "README.md", ROOT / "docs" / "index.md")
+"""Pages whose commands a newcomer types in a clone."""
+
 by_page = pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -22,6 +25,27 @@ def test_every_block_runs_and_prints_what_is_shown(
     monkeypatch.setenv("COLUMNS", "100")
     wanted = [block for block in blocks(page) if block.runs]
     assert list(Reader(tmp_path).follow(page)) == wanted
+    if page in FIRST:
+        assert left_by(tmp_path) <= ignored()
+
+
+def left_by(folder: Path) -> set[str]:
+    """What the commands of a page leave in the folder where they are typed."""
+    ours = {".bin", "examples"}  # our programs, and the part of the clone that the page uses
+    return {path.name for path in folder.iterdir()} - ours
+
+
+def ignored() -> set[str]:
+    """Names at the root of a clone that git ignores."""
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    return {line.strip("/") for line in lines if line.startswith("/")}
+
+
+def test_git_does_not_mind_what_a_newcomer_makes() -> None:
+    made = {"env", "ckpt"}
+    assert made <= ignored()
+    for name in made:
+        assert name in FIRST[1].read_text(encoding="utf-8")
 
 
 @by_page
