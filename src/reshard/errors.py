@@ -263,3 +263,21 @@ class OutputError(ReshardError, OSError):
 
     def __str__(self) -> str:
         return self._line()
+
+
+def count_text(number: int, noun: str, plural: str | None = None) -> str:
+    """Write a number with its noun, in a message.
+
+    Parameters
+    ----------
+    number
+        How many.
+    noun, plural
+        Of what; the plural where it takes more than an s.
+
+    Examples
+    --------
+    >>> count_text(1, "byte"), count_text(4096, "byte"), count_text(0, "entry", "entries")
+    ('1 byte', '4096 bytes', '0 entries')
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

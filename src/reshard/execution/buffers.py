@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import InternalError, UsageError
-from reshard.geometry.notation import count_text
+from reshard.errors import InternalError, UsageError, count_text
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import OutputError
+from reshard.errors import OutputError, count_text
 from reshard.execution.staging import exists_error
 from reshard.formats.manifest import MANIFEST_NAME
-from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from reshard import __version__
-from reshard.errors import OutputError, ReplicaMismatchError, ReshardError, UnsupportedError
+from reshard.errors import (
+    OutputError,
+    ReplicaMismatchError,
+    ReshardError,
+    UnsupportedError,
+    count_text,
+)
 from reshard.execution import destination as place
 from reshard.execution.audit import changes_in
 from reshard.execution.blocks import Task, reading_order
@@ -45,7 +51,6 @@ from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging
 from reshard.formats.manifest import MANIFEST_NAME
-from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

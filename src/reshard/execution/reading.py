@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, count_text
 from reshard.execution.buffers import Workspace, workspaces
 from reshard.execution.crew import Crew, in_order
 from reshard.execution.digests import LEAF_NBYTES
@@ -22,7 +22,6 @@ from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.replicas import REFUSE
 from reshard.execution.sources import SourceFiles
-from reshard.geometry.notation import count_text
 from reshard.planning import PlannedFill, RouteBook, SourceTable, identity_fill
 from reshard.planning.routes import missing
 

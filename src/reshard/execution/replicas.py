@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.errors import ReplicaMismatchError
+from reshard.errors import ReplicaMismatchError, count_text
 from reshard.execution.gather import strided
-from reshard.geometry.notation import count_text
 from reshard.planning.moves import cut
 
 if TYPE_CHECKING:

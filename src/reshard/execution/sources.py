@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from reshard.errors import CheckpointError, MissingFileError
-from reshard.geometry.notation import count_text
+from reshard.errors import CheckpointError, MissingFileError, count_text
 
 if TYPE_CHECKING:
     from types import TracebackType

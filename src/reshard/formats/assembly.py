@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.errors import CheckpointError, InvalidMapError, UnsupportedError
+from reshard.errors import CheckpointError, InvalidMapError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Region
 from reshard.formats.torch_archive import TensorRecord
 from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
-from reshard.errors import InvalidMapError, LayoutError, UnknownLayoutError
+from reshard.errors import InvalidMapError, LayoutError, UnknownLayoutError, count_text
 from reshard.formats.patterns import compile_pattern, literal_name
 from reshard.geometry import ParamAffineMap
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import replicated_map
 
 __all__ = [

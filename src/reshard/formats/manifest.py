@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import ArchiveError, MissingFileError
+from reshard.errors import ArchiveError, MissingFileError, count_text
 from reshard.formats.folders import TagFolder
-from reshard.geometry.notation import count_text
 
 MANIFEST_NAME = "reshard_manifest.json"
 MANIFEST_FORMAT = "reshard-manifest"

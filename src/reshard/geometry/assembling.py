@@ -11,13 +11,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reshard.errors import CompositionError
+from reshard.errors import CompositionError, count_text
 from reshard.geometry.affine_map import ParamAffineMap
 from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.matching import Matches
-from reshard.geometry.notation import count_text
 from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import SegmentTable, TransferPlan

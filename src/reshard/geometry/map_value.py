@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from reshard.errors import InvalidMapError
+from reshard.errors import InvalidMapError, count_text
 from reshard.geometry.frozen import Frozen
 from reshard.geometry.index_math import MAX_OFFSET, as_index, as_indices, numel
-from reshard.geometry.notation import count_text
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 

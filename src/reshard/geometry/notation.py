@@ -3,7 +3,7 @@
 Theory. A strided block is written ``[offset + n×s n×s …]``, outermost dimension first: ``[4 + 8×8
 4×1]`` starts at 4, has 8 rows that are 8 apart, each of 4 neighbours. Ranks that follow each
 other are written as an interval, ``0-3,8``. Messages, tests and the documentation use the same
-text. A number stands with its noun in the right form, in every message.
+text.
 """
 
 from __future__ import annotations
@@ -58,12 +58,3 @@ def ranges_text(ranges: Sequence[range], limit: int = 3) -> str:
     """
     shown = ", ".join(f"[{r.start}, {r.stop})" for r in ranges[:limit])
     return f"{shown} and {len(ranges) - limit} more" if len(ranges) > limit else shown
-
-
-def count_text(number: int, noun: str, plural: str | None = None) -> str:
-    """Write a number and its noun.
-
-    >>> count_text(1, "byte"), count_text(4096, "byte"), count_text(0, "entry", "entries")
-    ('1 byte', '4096 bytes', '0 entries')
-    """
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"

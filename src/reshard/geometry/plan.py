@@ -20,7 +20,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import CompositionError, DocumentError, UsageError
+from reshard.errors import CompositionError, DocumentError, UsageError, count_text
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
 from reshard.geometry.document import (
     as_list,
@@ -37,7 +37,7 @@ from reshard.geometry.frozen import Frozen
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import MAX_OFFSET, numel, span
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
-from reshard.geometry.notation import block_text, count_text, ranges_text
+from reshard.geometry.notation import block_text, ranges_text
 from reshard.geometry.ordering import Ints, grouped_sums
 from reshard.geometry.refinement import names_once
 from reshard.geometry.tables import LinkTable

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import InvalidMapError
+from reshard.errors import InvalidMapError, count_text
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
-from reshard.geometry.notation import count_text, ranges_text
+from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints, kinds_of
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable

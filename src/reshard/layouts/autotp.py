@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.geometry.index_math import row_major_strides
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import contiguous_split_map, replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.geometry.index_math import row_major_strides
-from reshard.geometry.notation import count_text
 from reshard.layouts.ranges import Range, ranges_map, require_dim
 
 __all__ = [

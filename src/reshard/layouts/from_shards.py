@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.geometry import ParamAffineMap
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import contiguous_split_map, replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim, resized
 

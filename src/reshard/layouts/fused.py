@@ -29,9 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.geometry import ParamAffineMap
-from reshard.geometry.notation import count_text
 from reshard.layouts.autotp import ModelNumbers, shard_sizes
 from reshard.layouts.builders import (
     block_gather_map,

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.geometry import ParamAffineMap
-from reshard.geometry.notation import count_text
 from reshard.layouts.autotp import ModelNumbers, shard_sizes
 from reshard.layouts.builders import replicated_map, sub_param_map
 from reshard.layouts.ranges import require_dim, resized

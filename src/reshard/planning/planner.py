@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from reshard.errors import CheckpointError, InternalError, ScaledStateError, UsageError
+from reshard.errors import CheckpointError, InternalError, ScaledStateError, UsageError, count_text
 from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor
 from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot, Target
-from reshard.geometry.notation import count_text
 from reshard.planning.plan import (
     Origin,
     Place,

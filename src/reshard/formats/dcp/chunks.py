@@ -20,7 +20,7 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from reshard.errors import ArchiveError, CheckpointError, MissingFileError, ReshardError
+from reshard.errors import ArchiveError, CheckpointError, MissingFileError, ReshardError, count_text
 from reshard.formats.assembly import record_region, stored_order
 from reshard.formats.checkpoint import Region
 from reshard.formats.dcp.index import Chunk, Index, Place, TensorEntry
@@ -33,7 +33,6 @@ from reshard.formats.torch_archive import (
     short_repr,
 )
 from reshard.geometry import AffinePiece, ParamAffineMap
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 Strides = tuple[int, ...]

@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.dcp.index import Chunk, Index, Path, Place, PlaceKey, TensorEntry
 from reshard.formats.dtypes import DType
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import Global, ObjectRecord, read_pickle, short_repr
-from reshard.geometry.notation import count_text
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from reshard.errors import CheckpointError, UnsupportedError, UsageError
+from reshard.errors import CheckpointError, UnsupportedError, UsageError, count_text
 from reshard.formats.checkpoint import (
     Checkpoint,
     Extra,
@@ -51,7 +51,6 @@ from reshard.formats.folders import TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
 from reshard.formats.torch_archive import read_scalar, short_repr
-from reshard.geometry.notation import count_text
 
 FP32 = "fp32"
 _LISTED = 3

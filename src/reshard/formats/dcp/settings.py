@@ -19,12 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint, Extra, Role, Scalar
 from reshard.formats.dcp.carried import CARRIED_EXTRAS, Carried
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.torch_archive import NewTensor, Size, TensorRecord
-from reshard.geometry.notation import count_text
 
 STEP = "step"
 

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from reshard.errors import count_text
 from reshard.formats.dcp.chunks import saving_rank
 from reshard.formats.dcp.index import DATA_SUFFIX, METADATA, Index
 from reshard.formats.dcp.metadata import read_index
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import AGAIN, Findings, Presence, RankFile, Survey
-from reshard.geometry.notation import count_text
 
 CHUNKS = "chunks"
 

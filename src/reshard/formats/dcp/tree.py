@@ -27,10 +27,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.dcp.index import Index, Path
 from reshard.formats.dcp.options import Keys
-from reshard.geometry.notation import count_text
 
 STATE, PARAM_GROUPS, PARAMS = "state", "param_groups", "params"
 MODEL = "model"

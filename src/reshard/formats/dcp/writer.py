@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, count_text
 from reshard.formats.checkpoint import Checkpoint, Role, StoredTensor
 from reshard.formats.dcp.carried import KEY, carried_object
 from reshard.formats.dcp.index import METADATA, Chunk, Path, Place, TensorEntry
@@ -29,7 +29,6 @@ from reshard.formats.dcp.tree import PARAM_GROUPS, PARAMS, STATE
 from reshard.formats.dtypes import DType
 from reshard.formats.target import OutputFile, Target
 from reshard.formats.torch_archive import NewTensor, TensorRecord
-from reshard.geometry.notation import count_text
 
 FP32 = "fp32"
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, count_text
 from reshard.formats.checkpoint import Problem
 from reshard.formats.deepspeed.grid import require_one_value
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
 from reshard.formats.deepspeed.records import ModelStates, Shapes
-from reshard.geometry.notation import count_text
 from reshard.layouts.flat import FlatFragment, contiguous_partition, flat_offsets
 
 

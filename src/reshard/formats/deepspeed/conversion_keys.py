@@ -33,7 +33,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, count_text
 from reshard.formats.deepspeed.key_lowering import Branch, SubParams, lower
 from reshard.formats.layout_source import (
     GovernedMap,
@@ -44,7 +44,6 @@ from reshard.formats.layout_source import (
     require_fit,
 )
 from reshard.formats.patterns import PatternTable, quoted
-from reshard.geometry.notation import count_text
 
 DEFAULT = "no pattern, so one after the other on dim 0"
 """Provenance of a parameter that no pattern names."""

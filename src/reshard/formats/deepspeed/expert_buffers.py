@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.deepspeed.experts import AutoEP, ExpertLayer, ExpertPlace
 from reshard.formats.deepspeed.folding import Folding
 from reshard.formats.deepspeed.grid import require_one_value
@@ -31,7 +31,6 @@ from reshard.formats.deepspeed.native_moe import NativeLayer, global_name, is_na
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part
 from reshard.formats.deepspeed.records import Shapes
-from reshard.geometry.notation import count_text
 
 ORDER_KEY = "use_data_before_expert_parallelism"
 """Key of the configuration that chooses the order of ranks."""

@@ -24,11 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from reshard.errors import CheckpointError, DocumentError, LayoutError, UnsupportedError
+from reshard.errors import CheckpointError, DocumentError, LayoutError, UnsupportedError, count_text
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.parsing import Cursor
 from reshard.geometry import ParamAffineMap, maps_from_document
-from reshard.geometry.notation import count_text
 from reshard.layouts.experts import ExpertPlacement, expert_map
 
 METADATA_KEYS = ("ds_autoep_layers", "autoep_layers")

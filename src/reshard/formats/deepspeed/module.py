@@ -19,14 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, count_text
 from reshard.formats.assembly import Stretch, record_region, require_flat
 from reshard.formats.checkpoint import Region, Role
 from reshard.formats.deepspeed.experts import AutoEP
 from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.torch_archive import TensorRecord
-from reshard.geometry.notation import count_text
 from reshard.layouts.flat import FlatFragment, ceil_div, per_parameter_partition
 
 

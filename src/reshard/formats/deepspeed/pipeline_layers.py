@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.errors import CheckpointError, MissingFileError
+from reshard.errors import CheckpointError, MissingFileError, count_text
 from reshard.formats.checkpoint import Role
 from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
 from reshard.formats.deepspeed.names import FileName, layer_file_name
@@ -37,7 +37,6 @@ from reshard.formats.pipelines import (
     split_owner,
 )
 from reshard.formats.torch_archive import TensorRecord, read_archive
-from reshard.geometry.notation import count_text
 
 Shape = tuple[int, ...]
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Problem, Region, RoundedCopy
 from reshard.formats.deepspeed.module import ModuleTensor
 from reshard.formats.deepspeed.native_moe import NativeLayer
@@ -30,7 +30,6 @@ from reshard.formats.deepspeed.partitions import MASTER, Fragment, Part, Partiti
 from reshard.formats.deepspeed.records import Shapes
 from reshard.formats.rounded_copies import SAMPLE, is_rounded
 from reshard.formats.torch_archive import TensorRecord
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import row_major_strides
 
 Weights = Mapping[str, tuple[str, TensorRecord]]

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Problem, Role, Scalar, TensorKey
 from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
@@ -35,7 +35,6 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import Weights, weights_of, whole_copy
 from reshard.formats.rounded_copies import is_rounded
 from reshard.formats.torch_archive import TensorRecord
-from reshard.geometry.notation import count_text
 
 Candidate = tuple[str, Shape]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from reshard.errors import MissingFileError, UnsupportedError
+from reshard.errors import MissingFileError, UnsupportedError, count_text
 from reshard.formats.assembly import Assembler, Stretch, record_region, stored_order
 from reshard.formats.checkpoint import Role, Scalar, StoredTensor, TensorKey
 from reshard.formats.deepspeed.expert_files import tensors_of
@@ -33,7 +33,6 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import in_module_order
 from reshard.formats.deepspeed.unsharded import assign_among
 from reshard.formats.torch_archive import Archive, TensorRecord, read_archive
-from reshard.geometry.notation import count_text
 from reshard.layouts.builders import replicated_map
 
 Shape = tuple[int, ...]

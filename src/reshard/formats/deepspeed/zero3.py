@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, count_text
 from reshard.formats.deepspeed.contiguous import require_groups, shapes_of
 from reshard.formats.deepspeed.expert_buffers import (
     by_stated_place,
@@ -31,7 +31,6 @@ from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
 from reshard.formats.deepspeed.records import ModelStates, Shapes
-from reshard.geometry.notation import count_text
 from reshard.layouts.flat import per_parameter_length, per_parameter_partition
 
 Cell = tuple[int, int]

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import ArchiveError, CheckpointError, MissingFileError
+from reshard.errors import ArchiveError, CheckpointError, MissingFileError, count_text
 from reshard.formats.folders import WEIGHT_SUFFIXES, TagFolder, names_set
 from reshard.formats.parsing import Cursor, shown
 from reshard.formats.safetensors.header import LARGEST
-from reshard.geometry.notation import count_text
 
 SUFFIX, INDEX_SUFFIX = WEIGHT_SUFFIXES
 LARGEST_INDEX = 1 << 28

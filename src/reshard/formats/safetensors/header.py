@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from reshard.errors import ArchiveError, CheckpointError, UnsupportedError
+from reshard.errors import ArchiveError, CheckpointError, UnsupportedError, count_text
 from reshard.formats.dtypes import DTYPES, DType
-from reshard.geometry.notation import count_text
 
 LENGTH_NBYTES = 8
 ALIGNMENT = 8

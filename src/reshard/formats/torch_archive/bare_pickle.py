@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from reshard.errors import ArchiveError, HostileFileError, UsageError
+from reshard.errors import ArchiveError, HostileFileError, UsageError, count_text
 from reshard.formats.dtypes import DType
 from reshard.formats.torch_archive.construction import Construction
 from reshard.formats.torch_archive.machine import Machine
@@ -19,7 +19,6 @@ from reshard.formats.torch_archive.reader import LARGEST_PICKLE
 from reshard.formats.torch_archive.tensors import NewTensor, StorageRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes
-from reshard.geometry.notation import count_text
 
 
 def read_pickle(path: str | os.PathLike[str], known: Collection[str]) -> object:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from reshard.errors import ArchiveError, UnsupportedError
+from reshard.errors import ArchiveError, UnsupportedError, count_text
 from reshard.formats.torch_archive.reader import Archive
 from reshard.formats.torch_archive.tensors import TensorRecord, needed_extent
 from reshard.formats.torch_archive.zip_directory import FileBytes
-from reshard.geometry.notation import count_text
 
 Place = tuple[str, int]
 """A file and an offset in it, in bytes."""

@@ -21,14 +21,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.errors import ArchiveError
+from reshard.errors import ArchiveError, count_text
 from reshard.formats.dtypes import DType
 from reshard.formats.torch_archive.construction import Construction
 from reshard.formats.torch_archive.machine import Machine
 from reshard.formats.torch_archive.tensors import StorageRecord, TensorRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes, ZipEntry, locate, read_directory
-from reshard.geometry.notation import count_text
 
 LARGEST_PICKLE = 1 << 30
 """Largest pickle that is read, in bytes. Real ones are below a few megabytes."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.errors import ArchiveError
+from reshard.errors import ArchiveError, count_text
 from reshard.formats.dtypes import DType
 from reshard.formats.torch_archive.tensors import (
     ParameterForm,
@@ -28,7 +28,6 @@ from reshard.formats.torch_archive.tensors import (
     needed_extent,
 )
 from reshard.formats.torch_archive.values import Global, short_repr
-from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.formats.torch_archive.construction import Construction

@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.errors import UsageError
+from reshard.errors import UsageError, count_text
 from reshard.formats.dtypes import DType
 from reshard.formats.torch_archive.checksum import crc32
 from reshard.formats.torch_archive.pickler import dump
@@ -25,7 +25,6 @@ from reshard.formats.torch_archive.tensors import NewTensor, StorageRecord
 from reshard.formats.torch_archive.values import Global, short_repr
 from reshard.formats.torch_archive.zip_directory import FileBytes
 from reshard.formats.torch_archive.zip_layout import ALIGNMENT, ZipLayout
-from reshard.geometry.notation import count_text
 
 _BLOCK = 1 << 22
 _LONGEST_NAME = 1024

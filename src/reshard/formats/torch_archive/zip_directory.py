@@ -20,9 +20,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reshard.errors import ArchiveError, MissingFileError
+from reshard.errors import ArchiveError, MissingFileError, count_text
 from reshard.formats.torch_archive.values import short_repr
-from reshard.geometry.notation import count_text
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

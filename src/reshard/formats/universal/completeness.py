@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from reshard.errors import MissingFileError
+from reshard.errors import MissingFileError, count_text
 from reshard.formats.checkpoint import Problem
 from reshard.formats.parsing import Cursor
-from reshard.geometry.notation import count_text
 
 WEIGHTS = "fp32"
 """The state that every trained parameter has, unless no state of this name was written."""

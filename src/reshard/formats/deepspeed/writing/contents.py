@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
 from reshard.formats.deepspeed.native_moe import is_native
 from reshard.formats.deepspeed.partitions import MASTER
@@ -26,7 +26,6 @@ from reshard.formats.deepspeed.writing.run_config import RunConfig, run_config_o
 from reshard.formats.dtypes import DType
 from reshard.formats.model_dtypes import stated_dtypes
 from reshard.formats.pipelines import PIPELINE, Pipeline
-from reshard.geometry.notation import count_text
 
 
 @dataclass(frozen=True, slots=True)

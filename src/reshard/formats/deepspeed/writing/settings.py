@@ -20,14 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing.contents import Contents, listed
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.rank_bound import SHOWN, bound_to_ranks
 from reshard.formats.loss_scale import DYNAMIC, SCALE_NUMBERS, SCALER, still_settings
 from reshard.formats.torch_archive import same_value
-from reshard.geometry.notation import count_text
 
 if TYPE_CHECKING:
     from reshard.formats.deepspeed.writing.flat_groups import Bank

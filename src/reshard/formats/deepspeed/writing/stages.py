@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from reshard.errors import CheckpointError, LayoutError, UnsupportedError
+from reshard.errors import CheckpointError, LayoutError, UnsupportedError, count_text
 from reshard.formats.deepspeed.names import layer_file_name
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
@@ -29,7 +29,6 @@ from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.pipelines import Pipeline, PipelineLayer, PipelineStage
 from reshard.formats.target import OutputFile
 from reshard.formats.torch_archive import NewTensor
-from reshard.geometry.notation import count_text
 
 # --------------------------------------------------------------------------- stages
 
