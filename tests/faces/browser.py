@@ -53,9 +53,9 @@ class Browser:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def document(self, page: Path) -> str:
+    def document(self, page: Path, *, width: int = 1340) -> str:
         """The page after its script has run, as text."""
-        return self._run(page, "--dump-dom")
+        return self._run(page, "--dump-dom", f"--window-size={width},1000")
 
     def screenshot(
         self, page: Path, *, width: int = 1340, height: int = 1400, dark: bool = False

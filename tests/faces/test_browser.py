@@ -54,7 +54,7 @@ def test_it_follows_the_appearance_of_the_system(browser: Browser, tmp_path: Pat
     scene = tensor_scene(tensor, "sample")
     for name, text in (
         ("map.svg", svg_document(scene)),
-        ("map.html", map_page(checkpoint_of(tensor), tensor, scene, ())),
+        ("map.html", map_page(checkpoint_of(tensor), tensor, ())),
     ):
         file = tmp_path / name
         file.write_text(text)
@@ -70,7 +70,7 @@ def test_a_hostile_name_runs_nothing(browser: Browser, tmp_path: Path) -> None:
         contiguous_split_map((8, 4), [4, 4], 0), "<script>document.title='taken'</script>" + HOSTILE
     )
     file = tmp_path / "map.html"
-    page = map_page(checkpoint_of(tensor), tensor, tensor_scene(tensor, "sample"), ())
+    page = map_page(checkpoint_of(tensor), tensor, ())
     file.write_text(page)
     document = browser.document(file)
     title = document.split("<title>", 1)[1].split("</title>", 1)[0]
@@ -114,6 +114,48 @@ def test_the_grid_of_ranks_is_green_and_red(browser: Browser, tmp_path: Path) ->
     assert seen[PAINTS["good"].light] > 5 * 2000
     assert seen[PAINTS["bad"].light] > 2000
     assert seen[PAINTS["notice"].light] > 5000
+    assert seen[PAINTS["missing"].light] > 100  # the edge of what is to be mended
+
+
+BROKEN = """
+<script>
+(function () {
+  var broken = [], range = document.createRange();
+  document.querySelectorAll("td, th").forEach(function (cell) {
+    var walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), node;
+    while ((node = walker.nextNode())) {
+      var words = /\\S+/g, word;
+      while ((word = words.exec(node.data))) {
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        var lines = new Set();
+        Array.prototype.forEach.call(range.getClientRects(), function (box) {
+          lines.add(Math.round(box.top));
+        });
+        if (lines.size > 1) { broken.push(word[0]); }
+      }
+    }
+  });
+  document.title = "width " + innerWidth + ", broken: " + broken.join(" ");
+})();
+</script>
+"""
+
+
+@pytest.mark.parametrize("width", [600, 1200])
+def test_no_word_of_a_table_is_broken(browser: Browser, tmp_path: Path, width: int) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    pages = {
+        "inspect": ["inspect", str(EXAMPLE)],
+        "map": ["map", str(EXAMPLE), name],
+        "plan": ["convert", str(EXAMPLE), str(tmp_path / "out"), "--dry-run"],
+    }
+    for kind, words in pages.items():
+        file = tmp_path / f"{kind}.html"
+        assert main([*words, "--html", str(file)]) == 0
+        file.write_text(file.read_text().replace("</body>", f"{BROKEN}</body>"))
+        document = browser.document(file, width=width)
+        assert f"<title>width {width}, broken: </title>" in document
 
 
 def test_the_heat_of_a_plan_is_seen(browser: Browser, tmp_path: Path) -> None:

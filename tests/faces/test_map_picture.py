@@ -166,9 +166,8 @@ def test_the_title_of_a_piece_is_exact() -> None:
 
 def test_a_hostile_name_is_text_everywhere() -> None:
     tensor = stored(contiguous_split_map((8, 4), [4, 4], 0), HOSTILE)
-    scene = tensor_scene(tensor, "sample")
     checkpoint = Checkpoint("sample", f"/{HOSTILE}", Topology(), {tensor.key: tensor})
-    page = map_page(checkpoint, tensor, scene, ())
+    page = map_page(checkpoint, tensor, ())
     assert page.count("<script>") == 1  # ours
     assert "<script>alert" not in page
     assert "\x1b" not in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from reshard.cli.pictures.page import node, page, table
 from reshard.cli.pictures.plan_page import plan_page
 from reshard.cli.pictures.traffic import grouped, matrix_of, traffic_of
 from reshard.cli.units import format_bytes
+from reshard.formats.checkpoint import Topology
 from reshard.formats.survey import Presence, RankFile, Survey
 from reshard.planning import Plan
 from tests.faces.test_map_picture import HOSTILE
@@ -101,14 +103,13 @@ def test_a_whole_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     found = written(file)
     models, optimizers, files, tensors, scalars = found.tables
     assert models.rows == [
-        ["", "every dp"],
-        ["mp 0", present(MODEL.format(0))],
-        ["mp 1", present(MODEL.format(1))],
+        ["", "mp 0", "mp 1"],
+        ["every dp", *map(present, (MODEL.format(0), MODEL.format(1)))],
     ]
     assert optimizers.rows == [
-        ["", "dp 0", "dp 1"],
-        ["mp 0", *map(present, (OPTIM.format(0, 0), OPTIM.format(1, 0)))],
-        ["mp 1", *map(present, (OPTIM.format(0, 1), OPTIM.format(1, 1)))],
+        ["", "mp 0", "mp 1"],
+        ["dp 0", *map(present, (OPTIM.format(0, 0), OPTIM.format(0, 1)))],
+        ["dp 1", *map(present, (OPTIM.format(1, 0), OPTIM.format(1, 1)))],
     ]
     assert [row[1:] for row in optimizers.classes[1:]] == [["present"] * 2] * 2
     assert len(files.rows) == 1 + 6
@@ -121,6 +122,8 @@ def test_a_whole_checkpoint(tmp_path: Path, capsys: Capture) -> None:
     ]
     assert len(scalars.rows) == 1 + 21
     assert found.scripts == 1
+    assert "Healthy: nothing to mend." in found.text
+    assert "All 6 files are there." in found.text
 
 
 def test_a_broken_one_shows_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
@@ -134,10 +137,12 @@ def test_a_broken_one_shows_what_is_missing(tmp_path: Path, capsys: Capture) -> 
     found = written(file)
     grid = found.tables[1]
     assert grid.rows[1:] == [
-        ["mp 0", present(OPTIM.format(0, 0)), "missing"],
-        ["mp 1", "damaged500 B", present(OPTIM.format(1, 1))],
+        ["dp 0", present(OPTIM.format(0, 0)), "damaged500 B"],
+        ["dp 1", "missing", present(OPTIM.format(1, 1))],
     ]
-    assert grid.classes[1:] == [["", "present", "missing"], ["", "damaged", "present"]]
+    assert grid.classes[1:] == [["", "present", "damaged"], ["", "missing", "present"]]
+    assert "2 things to mend" in found.text
+    assert "4 present; 1 missing; 1 damaged." in found.text
     assert "It cannot be opened: a file of optimizer states is missing: " in found.text
     assert "1 of 4 files of optimizer states missing: " in found.text
     assert "the file is cut short" in found.text
@@ -165,16 +170,57 @@ def test_hostile_names_are_text() -> None:
     assert found.text.count("<script>alert('w')</script>") >= 4
 
 
-def test_a_grid_of_many_ranks_says_what_it_leaves_out() -> None:
+def grids_of(topology: Topology) -> tuple[list[Table], str]:
+    """The grids of a page of as many ranks, the first of which lacks its file."""
     files = tuple(
-        RankFile("optimizer states", dp, mp, Presence.PRESENT, f"/f{dp}.{mp}", 1)
-        for dp in range(2000)
-        for mp in range(4)
+        RankFile(
+            "optimizer states",
+            dp,
+            mp,
+            Presence.PRESENT if dp + mp else Presence.MISSING,
+            f"/f{dp}.{mp}",
+            1,
+        )
+        for dp in range(topology.dp)
+        for mp in range(topology.pp * topology.tp)
     )
-    text = inspection_page(api.Diagnosis("/c", (("/c", Survey(files)),), ()), None, "so")
-    grid = Page(text).tables[0]
-    assert [len(row) for row in grid.rows] == [1 + 4] * (1 + 1024)  # the longer axis is down
+    survey = Survey(files, topology=topology)
+    text = inspection_page(api.Diagnosis("/c", (("/c", survey),), ()), None, "so")
+    return [table for table in Page(text).tables if table.kind.startswith("grid")], text
+
+
+def test_a_grid_of_many_ranks_says_what_it_leaves_out() -> None:
+    grids, text = grids_of(Topology(1, dp=2000, tp=4))
     assert "not drawn: 976 more rows" in text
+    assert sum(len(grid.rows) - 1 for grid in grids) == 1024
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 8), (8, 1), (64, 1), (16, 4), (3, 12)])
+def test_data_parallel_ranks_are_always_down(dp: int, tp: int) -> None:
+    grids, _ = grids_of(Topology(1, dp=dp, tp=tp))
+    for grid in grids:
+        assert grid.rows[0] == ["", *(f"mp {mp}" for mp in range(tp))]
+        assert len(grid.rows) <= 1 + (16 if tp <= 4 else dp)
+    rows = [row for grid in grids for row in grid.rows[1:]]
+    assert [row[0] for row in rows] == [f"dp {rank}" for rank in range(dp)]
+    assert rows[0][1] == "missing"
+    assert {cell for row in rows for cell in row[1:]} <= {"missing", "present1 B"}
+
+
+def test_stages_of_a_pipeline_stand_over_their_tensor_ranks() -> None:
+    (grid,), _ = grids_of(Topology(1, dp=2, tp=2, pp=2))
+    assert grid.rows[0] == ["", "pp 0", "pp 1"]
+    assert grid.rows[1] == ["", "mp 0tp 0", "mp 1tp 1", "mp 2tp 0", "mp 3tp 1"]
+    assert [len(row) for row in grid.rows[2:]] == [5, 5]
+
+
+def test_many_model_parallel_ranks_get_a_sign_each() -> None:
+    (grid,), text = grids_of(Topology(1, dp=2, tp=8, pp=4))
+    assert grid.kind == "grid dense"
+    assert grid.rows[1] == ["mptp", *(f"{mp}{mp % 8}" for mp in range(32))]
+    assert grid.rows[2] == ["dp 0", "✗", *"✓" * 31]
+    assert grid.classes[2][1] == "missing"
+    assert "optimizer states (✓ present, ✗ missing, ? left over, ! damaged)" in text
 
 
 @pytest.mark.parametrize("words", [["--tensors", "nope*"], ["--also", "nowhere"]])
@@ -265,6 +311,23 @@ def test_many_files_become_few_rows() -> None:
     assert groups[ranks[5]] == f"{ranks[4]} … {ranks[7]}"
 
 
+# ------------------------------------------------------------------------------ the map
+
+
+def test_the_page_of_a_map_says_each_fact_once(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "map.html"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    said(capsys, "map", EXAMPLE, name, "--html", file, "--svg", tmp_path / "map.svg")
+    body = file.read_text().split("</header>")[1]
+    seen = re.sub(r"<(title|desc|script|style)\b.*?</\1>", "", body, flags=re.DOTALL)
+    for fact in ("[16, 16]", "1.02 kB", "stored map", "4 pieces"):
+        assert seen.count(fact) == 1, fact
+    assert name not in seen
+    alone = (tmp_path / "map.svg").read_text()
+    assert f">{name} · fp32</text>" in alone
+    assert "4 pieces over 4 holders</text>" in alone
+
+
 # ------------------------------------------------------------------------------ elements
 
 
@@ -274,6 +337,12 @@ def test_elements_escape_and_nest() -> None:
     assert found.tables[0].rows == [["a", "b"], ["<b>&", "</td>"]]
     assert found.tables[0].classes == [["", "right"], ["", "right"]]
     assert "default-src 'none'" in text
+
+
+def test_only_a_word_too_long_for_any_column_is_broken() -> None:
+    rows = [("x" * 96, node("code", "y" * 97)), ("many short words " * 20, "z" * 97)]
+    found = Page(page("t", "s", table(("a", ">b"), rows)))
+    assert found.tables[0].classes[1:] == [["", "long"], ["", "long"]]
 
 
 def test_a_table_too_long_for_a_browser_says_so() -> None:

@@ -58,7 +58,7 @@ class MapPictures:
         if self.svg is not None:
             write_picture(self.svg, svg_document(scene))
         if self.html is not None:
-            write_picture(self.html, map_page(checkpoint, tensor, scene, piece_ranges(tensor)))
+            write_picture(self.html, map_page(checkpoint, tensor, piece_ranges(tensor)))
         if self.png is not None:
             from reshard.cli.pictures.png import png_bytes
 

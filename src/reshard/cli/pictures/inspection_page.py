@@ -6,7 +6,8 @@ be whole: so a page can be made of a folder that no reader opens, and shows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 4096
 """Cells of a grid that are drawn."""
+
+_NARROW = 4
+"""Columns of a grid that is cut into blocks beside each other."""
+
+_BLOCK = 16
+"""Rows of such a block."""
+
+_ROOMY = 12
+"""Columns of a grid whose cells have room for words."""
+
+_SIGNS = {
+    Presence.PRESENT: "✓",
+    Presence.MISSING: "✗",
+    Presence.STALE: "?",
+    Presence.DAMAGED: "!",
+}
+_SIGNS_TOLD = ", ".join(f"{sign} {presence.value}" for presence, sign in _SIGNS.items())
 
 _CLASSES = {
     Presence.PRESENT: "present",
@@ -52,7 +70,7 @@ def inspection_page(
         sections.append(_facts(inspection))
     if refusal is not None:
         sections.append(node("p", f"It cannot be opened: {refusal}", klass="error"))
-    sections += _problems((*diagnosis.faults, *diagnosis.notes))
+    sections += _findings(diagnosis)
     for path, survey in diagnosis.folders:
         sections += _folder(path, survey, several=len(diagnosis.folders) > 1)
     if inspection is not None:
@@ -73,9 +91,27 @@ def _facts(inspection: Inspection) -> ET.Element:
     )
 
 
-def _problems(findings: Sequence[Problem]) -> Iterator[ET.Element]:
-    if findings:
-        yield section("Problems", *(node("p", str(found), klass="problem") for found in findings))
+def _findings(diagnosis: Diagnosis) -> Iterator[ET.Element]:
+    """What is to be mended, each with the fix; then what is good to know."""
+    if diagnosis.faults:
+        listed = (_fault(number, fault) for number, fault in enumerate(diagnosis.faults, 1))
+        yield section(f"{counted(len(diagnosis.faults), 'thing')} to mend", *listed)
+    else:
+        yield node("p", "Healthy: nothing to mend.", klass="healthy")
+    if diagnosis.notes:
+        notes = (node("p", str(note), klass="problem") for note in diagnosis.notes)
+        yield section("Good to know", *notes)
+
+
+def _fault(number: int, fault: Problem) -> ET.Element:
+    where = ", ".join(filter(None, (fault.file, fault.parameter)))
+    return node(
+        "div",
+        node("b", f"{number}. {fault.what}"),
+        *([node("code", where)] if where else []),
+        node("span", f"→ {fault.next_step}"),
+        klass="fault",
+    )
 
 
 # --------------------------------------------------------------------------- the grid of ranks
@@ -88,8 +124,8 @@ def _folder(path: str, survey: Survey, *, several: bool) -> Iterator[ET.Element]
         yield section(
             f"Ranks{name}",
             _grid(ranked, survey.topology),
-            note="a cell is the file of one rank; dp is its data-parallel rank, mp its "
-            "model-parallel one (pipeline stage × tp + tensor rank)",
+            note=f"{_tally(survey.files)}. A cell is the file of one rank: down its data-parallel "
+            "rank (dp), across its model-parallel one (mp = pipeline stage × tp + tensor rank).",
         )
     yield section(
         f"Files{name}",
@@ -109,52 +145,95 @@ def _folder(path: str, survey: Survey, *, several: bool) -> Iterator[ET.Element]
     )
 
 
+def _tally(files: Sequence[RankFile]) -> str:
+    """How many files there are, and in which state."""
+    found = Counter(file.presence for file in files)
+    if set(found) == {Presence.PRESENT}:
+        return f"All {counted(len(files), 'file')} are there" if len(files) > 1 else "It is there"
+    return "; ".join(f"{found[state]} {state.value}" for state in Presence if found[state])
+
+
 def _below(file: str, folder: str) -> str:
     return file.removeprefix(folder.rstrip("/") + "/")
 
 
 def _grid(files: Sequence[RankFile], topology: Topology | None) -> ET.Element:
-    """One table for each kind of file, the longer axis down."""
+    """One figure for each kind of file."""
     kinds = dict.fromkeys(file.kind for file in files)
     held = {kind: [file for file in files if file.kind == kind] for kind in kinds}
     return node("div", *(_grid_of(kind, held[kind], topology) for kind in kinds), klass="grids")
 
 
 def _grid_of(kind: str, files: Sequence[RankFile], topology: Topology | None) -> ET.Element:
+    """Data-parallel ranks down, model-parallel ranks across; high and narrow ones in blocks."""
     places = {(file.dp, file.mp): file for file in files}
-    dps = {dp: "every dp" if dp is None else f"dp {dp}" for dp in _ascending(f.dp for f in files)}
-    mps = {mp: _rank_name(mp, topology) for mp in _ascending(f.mp for f in files)}
-    tall = len(dps) > len(mps)
-    down, across = (dps, mps) if tall else (mps, dps)
-    shown = list(down)[: max(1, MOST_CELLS // len(across))]
-    head = node("tr", node("th", ""), *(node("th", name) for name in across.values()))
-    rows = (
+    across = _ascending(file.mp for file in files)
+    down = _ascending(file.dp for file in files)
+    shown = down[: max(1, MOST_CELLS // len(across))]
+    dense = len(across) > _ROOMY
+    height = _BLOCK if len(across) <= _NARROW else len(shown)
+    blocks = (
         node(
-            "tr",
-            node("th", down[row]),
-            *(_cell(places.get((row, column) if tall else (column, row))) for column in across),
+            "table",
+            _grid_head(across, topology, dense),
+            node(
+                "tbody",
+                *(_grid_row(dp, across, places, dense) for dp in shown[start : start + height]),
+            ),
+            klass="grid dense" if dense else "grid",
         )
-        for row in shown
+        for start in range(0, len(shown), height)
     )
-    drawn = node("table", node("thead", head), node("tbody", *rows), klass="grid")
     more = len(down) - len(shown)
     told = [node("p", f"not drawn: {counted(more, 'more row')}")] if more else []
-    return node("figure", node("figcaption", kind), node("div", drawn, klass="scroll"), *told)
+    drawn = node("div", *blocks, klass="scroll blocks")
+    caption = f"{kind} ({_SIGNS_TOLD})" if dense else kind
+    return node("figure", node("figcaption", caption), drawn, *told)
+
+
+def _grid_row(
+    dp: int | None,
+    across: Sequence[int | None],
+    places: Mapping[tuple[int | None, int | None], RankFile],
+    dense: bool,
+) -> ET.Element:
+    head = node("th", "every dp" if dp is None else f"dp {dp}")
+    return node("tr", head, *(_cell(places.get((dp, mp)), dense) for mp in across))
+
+
+def _grid_head(across: Sequence[int | None], topology: Topology | None, dense: bool) -> ET.Element:
+    """Model-parallel ranks; in a pipeline each stage over its tensor ranks."""
+    if topology is None or topology.pp == 1:
+        ranks = (node("th", str(mp) if dense else f"mp {mp}") for mp in across)
+        return node("thead", node("tr", node("th", "mp" if dense else ""), *ranks))
+    stages = Counter(None if mp is None else mp // topology.tp for mp in across)
+    upper = (node("th", f"pp {stage}", colspan=str(many)) for stage, many in stages.items())
+    lower = (
+        node(
+            "th", str(mp) if dense else f"mp {mp}", node("small", _tensor_rank(mp, topology, dense))
+        )
+        for mp in across
+    )
+    corner = node("th", "mp", node("small", "tp")) if dense else node("th", "")
+    return node("thead", node("tr", node("th", ""), *upper), node("tr", corner, *lower))
+
+
+def _tensor_rank(mp: int | None, topology: Topology, dense: bool) -> str:
+    if mp is None or (topology.tp == 1 and not dense):
+        return ""
+    return f"{mp % topology.tp}" if dense else f"tp {mp % topology.tp}"
 
 
 def _ascending(ranks: Iterable[int | None]) -> list[int | None]:
     return sorted(set(ranks), key=lambda rank: -1 if rank is None else rank)
 
 
-def _rank_name(mp: int | None, topology: Topology | None) -> str:
-    if mp is None or topology is None or topology.pp == 1:
-        return f"mp {mp}"
-    return f"mp {mp} (pp {mp // topology.tp}, tp {mp % topology.tp})"
-
-
-def _cell(file: RankFile | None) -> ET.Element:
+def _cell(file: RankFile | None, dense: bool) -> ET.Element:
     if file is None:
         return node("td", "-", klass="absent")
+    if dense:
+        said = f"{file.presence.value}: {file.file}"
+        return node("td", _SIGNS[file.presence], klass=_CLASSES[file.presence], title=said)
     size = "" if file.presence is Presence.MISSING else format_bytes(file.nbytes)
     return node(
         "td",
@@ -211,7 +290,7 @@ def _tensor_rows(tensors: Iterable[StoredTensor]) -> Iterator[tuple[object, ...]
         first, nbytes = states[0], sum(tensor.nbytes for tensor in states)
         yield (
             node("code", name),
-            format_shape(first.shape),
+            node("span", format_shape(first.shape), klass="nowrap"),
             ", ".join(states_in_order(tensor.state for tensor in states)),
             ", ".join(dict.fromkeys(str(tensor.dtype) for tensor in states)),
             Cell(format_count(first.numel), first.numel),

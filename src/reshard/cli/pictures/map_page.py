@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.cli.pictures.page import Cell, facts, node, page, section, table
-from reshard.cli.pictures.scene import Scene
 from reshard.cli.pictures.svg import svg_element
-from reshard.cli.units import format_bytes, format_count, format_shape
+from reshard.cli.pictures.tensor_scene import tensor_scene
+from reshard.cli.units import counted, format_bytes, format_count, format_shape
 from reshard.geometry.notation import NOTATION
 
 if TYPE_CHECKING:
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint, StoredTensor
 
 
-def map_page(
-    checkpoint: Checkpoint, tensor: StoredTensor, scene: Scene, ranges: Sequence[PieceRange]
-) -> str:
-    """Return the page of one stored tensor."""
+def map_page(checkpoint: Checkpoint, tensor: StoredTensor, ranges: Sequence[PieceRange]) -> str:
+    """Return the page of one stored tensor: its facts, its picture, its pieces."""
+    pieces = sum(map(len, tensor.map.pieces_by_rank.values()))
     return page(
         f"{tensor.name} · {tensor.state}",
         f"{checkpoint.path} · {checkpoint.format}, {checkpoint.topology}",
@@ -32,10 +31,11 @@ def map_page(
                 ("element type", tensor.dtype),
                 ("size", format_bytes(tensor.nbytes)),
                 ("role", tensor.role.value),
-                ("holders", len(tensor.regions)),
+                ("map", f"{counted(pieces, 'piece')}, {counted(len(tensor.regions), 'holder')}"),
+                ("map from", tensor.provenance),
             )
         ),
-        node("section", svg_element(scene), klass="picture"),
+        node("section", svg_element(tensor_scene(tensor, headed=False)), klass="picture"),
         section("Pieces", _pieces(ranges), note=NOTATION),
     )
 

@@ -22,6 +22,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 MOST_ROWS = 20_000
 """Rows of a table on a page; a browser is slow with more."""
 
+LONGEST_WORD = 96
+"""Characters of a word that keeps a column as wide as it is; a longer one is broken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -134,10 +137,17 @@ def _row(row: Sequence[object], right: Sequence[bool]) -> ET.Element:
 
 def _cell(value: object, to_right: bool) -> ET.Element:
     if isinstance(value, ET.Element):
-        return node("td", value, **_side(to_right))
+        return node("td", value, **_class_of(value.text or "", to_right))
     cell = value if isinstance(value, Cell) else Cell(str(value))
     sorted_by = {} if cell.number is None else {"data_sort": f"{cell.number:.17g}"}
-    return node("td", cell.text, **_side(to_right), **sorted_by)
+    return node("td", cell.text, **_class_of(cell.text, to_right), **sorted_by)
+
+
+def _class_of(text: str, to_right: bool) -> dict[str, str]:
+    """Numbers to the right; words are broken only where one is too long for any column."""
+    if max(map(len, text.split()), default=0) > LONGEST_WORD:
+        return {"klass": "long"}
+    return _side(to_right)
 
 
 def _side(to_right: bool) -> dict[str, str]:
@@ -156,35 +166,44 @@ body{margin:0 auto;max-width:1280px;padding:24px 28px;background:var(--paper);co
 font:14px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}
 h1{font-size:22px;margin:0 0 2px;overflow-wrap:anywhere}
 h2{font-size:16px;margin:30px 0 8px}
-p{margin:4px 0 10px}
+p{margin:4px 0 10px;overflow-wrap:anywhere}
 .muted,footer{color:var(--muted)}
 footer{margin-top:36px;border-top:1px solid var(--line);padding-top:10px;font-size:12px}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(220px,1fr));gap:8px;margin:12px 0}
-.facts div{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:8px 12px}
+.facts{display:flex;flex-wrap:wrap;gap:8px;margin:12px 0}
+.facts div{flex:1 1 auto;max-width:100%;background:var(--panel);border:1px solid var(--line);
+border-radius:8px;padding:8px 12px}
 dt{color:var(--muted);font-size:12px}
 dd{margin:0;overflow-wrap:anywhere;font-weight:600}
 .scroll{overflow:auto;max-height:70vh;border:1px solid var(--line);border-radius:8px}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+.blocks{display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 20px;border:0}
+table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
 th{background:var(--panel);text-align:left}
-thead th{position:sticky;top:0;z-index:1}
-th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:6px 10px;
+thead tr:last-child th{position:sticky;top:0;z-index:2}
+th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:6px 8px;
 cursor:pointer;width:100%;text-align:inherit}
 th[aria-sort=ascending] button::after{content:" ↑"}
 th[aria-sort=descending] button::after{content:" ↓"}
-td{padding:4px 10px;border-top:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
+td{padding:4px 8px;border-top:1px solid var(--line);vertical-align:top}
+td code,.nowrap{white-space:nowrap}
+td.long,td.long code{white-space:normal;overflow-wrap:anywhere;min-width:26ch}
 .right{text-align:right;white-space:nowrap}
 code,.mono{font-size:12px;
 font-family:ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace}
 input{font:inherit;padding:6px 10px;border:1px solid var(--line);border-radius:6px;
 width:min(360px,100%);background:var(--paper);color:var(--ink)}
-svg{max-width:100%;height:auto;display:block}
-.grids{display:flex;flex-wrap:wrap;gap:16px}
+.picture{overflow-x:auto}
+svg{max-width:100%;min-width:720px;height:auto;display:block}
+.grids{display:flex;flex-wrap:wrap;gap:12px 28px}
 figure{margin:0;max-width:100%}
-figcaption{font-weight:600;margin:2px 0 6px}
+figcaption{font-weight:600;margin:2px 0 6px;white-space:nowrap}
 .grid{border-collapse:separate;border-spacing:4px;width:auto}
 .grid td,.grid th{border:0;border-radius:6px;padding:3px 10px;line-height:1.35;
 text-align:center;min-width:74px}
 .grid b{display:block;font-size:12px}
+.grid th{white-space:nowrap}
+.dense td,.dense th{min-width:0;padding:2px 5px}
+.grid small{display:block;color:var(--muted);font-weight:400}
+.grid tbody th{position:sticky;left:0;z-index:1}
 .present{background:var(--good)}.missing,.damaged,.stale{background:var(--bad)}
 .absent{background:var(--panel);color:var(--muted)}
 .heat td{min-width:64px;text-align:right;white-space:nowrap}
@@ -193,6 +212,11 @@ text-align:center;min-width:74px}
 max-height:360px;overflow-wrap:anywhere;font-size:12px;font-weight:500}
 .heat tbody th{position:sticky;left:0;text-align:left;font-weight:500}
 .problem{background:var(--notice);border-radius:8px;padding:8px 12px;margin:6px 0}
+.healthy{background:var(--good);border-radius:8px;padding:8px 12px;margin:12px 0;font-weight:600}
+.fault{border-left:4px solid var(--missing);background:var(--panel);border-radius:0 8px 8px 0;
+padding:8px 12px;margin:6px 0;overflow-wrap:anywhere}
+.fault b,.fault code,.fault span{display:block}
+.fault code{color:var(--muted)}
 .error{background:var(--bad);border-radius:8px;padding:8px 12px;margin:6px 0}
 .bars{display:grid;
 grid-template-columns:max-content 1fr max-content;gap:6px 12px;align-items:center}

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from reshard.cli.pictures.page import Cell, facts, node, page, section, table
-from reshard.cli.pictures.traffic import Matrix, OutputTraffic, matrix_of, traffic_of
+from reshard.cli.pictures.traffic import (
+    Matrix,
+    OutputTraffic,
+    matrix_of,
+    traffic_of,
+    without_the_shared,
+)
 from reshard.cli.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -84,8 +90,15 @@ def _notes(report: ConversionReport) -> Iterator[ET.Element]:
 
 def _heat(matrix: Matrix) -> ET.Element:
     largest = max((nbytes for row in matrix.cells for nbytes in row), default=0) or 1
+    shared, short = without_the_shared(matrix.columns)
     head = node(
-        "tr", node("th", ""), *(node("th", node("span", name)) for name in (*matrix.columns, "all"))
+        "tr",
+        node("th", shared, klass="muted"),
+        *(
+            node("th", node("span", said), title=name)
+            for said, name in zip(short, matrix.columns, strict=True)
+        ),
+        node("th", node("span", "all")),
     )
     rows = [
         node(

@@ -43,6 +43,7 @@ MOST_PIECES = 5000
 
 _MARGIN = 28.0
 _TOP = 108.0
+_TOP_ALONE = 24.0
 _AXIS = 64.0
 _SIDE = 420.0
 _LEAST_SIDE = 190.0
@@ -71,7 +72,7 @@ class _Piece:
         return self.holder == self.piece.locations[0]
 
 
-def tensor_scene(tensor: StoredTensor, context: str) -> Scene:
+def tensor_scene(tensor: StoredTensor, context: str = "", *, headed: bool = True) -> Scene:
     """Draw a stored tensor.
 
     Parameters
@@ -80,16 +81,21 @@ def tensor_scene(tensor: StoredTensor, context: str) -> Scene:
         What to draw.
     context
         Where it is from, in words.
+    headed
+        Whether name and facts stand above it; on a page they stand there already.
     """
-    return _Drawing(tensor, context).scene()
+    return _Drawing(tensor, context, headed=headed).scene()
 
 
 class _Drawing:
     """One picture in the making."""
 
-    def __init__(self, tensor: StoredTensor, context: str) -> None:
+    def __init__(self, tensor: StoredTensor, context: str, *, headed: bool) -> None:
         self.tensor = tensor
         self.context = context
+        self.headed = headed
+        self.margin = _MARGIN if headed else 2.0
+        self.top = _TOP if headed else _TOP_ALONE
         self.holders = sorted(tensor.map.shard_shapes)
         self.colour = {holder: index for index, holder in enumerate(self.holders)}
         self.pieces = {
@@ -100,9 +106,9 @@ class _Drawing:
             for holder in self.holders
         }
         self.sheet = sheet_of(tensor.shape)
-        self.box = _fitted(self.sheet, _MARGIN + _AXIS, _TOP + 18, _SIDE, _SIDE)
+        self.box = _fitted(self.sheet, self.margin + _AXIS, self.top + 18, _SIDE, _SIDE)
         self.shards_x = self.box.x + max(_LEAST_SIDE, self.box.width) + _GAP
-        self.width = self.shards_x + _SHARDS_WIDTH + _MARGIN
+        self.width = self.shards_x + _SHARDS_WIDTH + self.margin
         self.notes: list[str] = []
         self.holes = sum(map(len, tensor.map.uncovered_offsets()))
 
@@ -114,10 +120,10 @@ class _Drawing:
         name = f"{visible(self.tensor.name)} · {visible(self.tensor.state)}"
         return Scene(
             self.width,
-            bottom + _MARGIN - 8,
+            bottom + self.margin - 8,
             f"Map of {name}",
             self._description(),
-            (*self._header(name), *full, *shards, *key),
+            (*(self._header(name) if self.headed else ()), *full, *shards, *key),
             holder_colours(len(self.holders)),
         )
 
@@ -140,12 +146,12 @@ class _Drawing:
             )
         )
         origin = f"map from: {visible(tensor.provenance)}"
-        room = self.width - 2 * _MARGIN
+        room = self.width - 2 * self.margin
         yield Group(
             (
-                Text(_MARGIN, 36, clipped(name, room, 18), 18, bold=True),
-                Text(_MARGIN, 58, clipped(facts, room, 12.5), 12.5, "muted"),
-                Text(_MARGIN, 76, clipped(origin, room, 12.5), 12.5, "muted"),
+                Text(self.margin, 36, clipped(name, room, 18), 18, bold=True),
+                Text(self.margin, 58, clipped(facts, room, 12.5), 12.5, "muted"),
+                Text(self.margin, 76, clipped(origin, room, 12.5), 12.5, "muted"),
             ),
             kind="header",
         )
@@ -187,7 +193,7 @@ class _Drawing:
 
     def _axes(self, sheet: Sheet, box: Box) -> Iterator[Mark]:
         shape, split = self.tensor.shape, sheet.split
-        yield Text(_MARGIN, _TOP, "Full tensor F", 13, bold=True)
+        yield Text(self.margin, self.top, "Full tensor F", 13, bold=True)
         yield Text(box.x, box.y - 5, "0", 10.5, "muted")
         yield Text(
             box.x + box.width, box.y - 5, format_count(sheet.columns), 10.5, "muted", anchor="end"
@@ -252,12 +258,12 @@ class _Drawing:
         title = "Shard of each holder"
         if len(shown) < len(self.holders):
             title += f" (the first {len(shown)} of {format_count(len(self.holders))})"
-        groups = [Group((Text(self.shards_x, _TOP, title, 13, bold=True),), kind="header")]
+        groups = [Group((Text(self.shards_x, self.top, title, 13, bold=True),), kind="header")]
         for number, holder in enumerate(shown):
             column, row = divmod(number, a_column)
-            x, y = self.shards_x + column * width, _TOP + 18 + row * height
+            x, y = self.shards_x + column * width, self.top + 18 + row * height
             groups += self._shard(holder, Box(x, y, width - 12, height), roomy=roomy)
-        return groups, _TOP + 18 + a_column * height
+        return groups, self.top + 18 + a_column * height
 
     def _row_height(self, shown: Sequence[int]) -> float:
         """Room for matrices where there are few of them."""
@@ -338,17 +344,19 @@ class _Drawing:
 
     def _key(self, top: float) -> tuple[list[Group], float]:
         entries = [
-            (Rect(_MARGIN, 0, 22, 13, paint, hatched=hatched), said)
+            (Rect(self.margin, 0, 22, 13, paint, hatched=hatched), said)
             for paint, hatched, said in self._key_entries()
         ]
-        groups = [Group((Line(_MARGIN, top - 14, self.width - _MARGIN, top - 14),), kind="rule")]
+        groups = [
+            Group((Line(self.margin, top - 14, self.width - self.margin, top - 14),), kind="rule")
+        ]
         y = top
         for swatch, said in entries:
             drawn = Rect(swatch.x, y, 22, 13, swatch.paint, hatched=swatch.hatched)
-            groups.append(Group((drawn, Text(_MARGIN + 32, y + 11, said, 12)), kind="key"))
+            groups.append(Group((drawn, Text(self.margin + 32, y + 11, said, 12)), kind="key"))
             y += 20
         for note in dict.fromkeys(self.notes):
-            groups.append(Group((Text(_MARGIN, y + 11, f"{note}.", 12, "muted"),), kind="note"))
+            groups.append(Group((Text(self.margin, y + 11, f"{note}.", 12, "muted"),), kind="note"))
             y += 20
         return groups, y
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -135,3 +136,29 @@ def _neighbours(names: Sequence[str], most: int) -> dict[str, str]:
 def _parts(folder: str) -> list[str]:
     """A path in pieces that end before each dot or slash."""
     return re.findall(r"[./]?[^./]+", folder)
+
+
+def without_the_shared(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what all names share, with ``*`` where they differ, and of each what stands there.
+
+    Examples
+    --------
+    >>> without_the_shared(["zero_pp_rank_0_mp_rank_00.pt", "zero_pp_rank_1_mp_rank_01.pt"])
+    ('zero_pp_rank_*.pt', ['0_mp_rank_00', '1_mp_rank_01'])
+    >>> without_the_shared(["model.safetensors"])
+    ('', ['model.safetensors'])
+    """
+    words = [re.split(r"(?<=[_/.-])|(?=[_/.-])", name) for name in names]
+    before = _shared(words)
+    after = _shared([word[before:][::-1] for word in words])
+    if len(names) < 2 or not before + after:
+        return "", list(names)
+    short = ["".join(word[before : len(word) - after]) for word in words]
+    first = words[0]
+    return "".join((*first[:before], "*", *first[len(first) - after :])), short
+
+
+def _shared(lists: Sequence[Sequence[str]]) -> int:
+    """How many words all lists begin with."""
+    columns = zip(*lists, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
