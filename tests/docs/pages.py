@@ -5,7 +5,9 @@ Theory. A page is Markdown. Every fenced block is one of
 * ``console``: lines ``$ command`` and below each what it prints, to be compared;
 * ``sh``: commands that are run and print what they like;
 * ``python``: run in one namespace a page, in order;
-* ``text``, ``toml``, ``json``: shown.
+* ``toml``: a layout file, read as such; ``yaml``: a workflow, its commands run (``test_shown``);
+* ``text``: a drawing. What a command prints belongs below it in a ``console`` block; so every
+  drawing says ``not run``, and why.
 
 An HTML comment above a block, invisible in the rendered page, says what else the tests must know::
 
@@ -32,7 +34,7 @@ _FENCE = re.compile(
 )
 _COMMENT = re.compile(r"<!--\s*(?P<word>[a-z][a-z ]*):\s*(?P<value>.*?)\s*-->", re.DOTALL)
 RUN = ("console", "sh", "python")
-SHOWN = ("text", "toml", "json", "yaml")
+SHOWN = ("text", "toml", "yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

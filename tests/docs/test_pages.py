@@ -52,6 +52,8 @@ def test_git_does_not_mind_what_a_newcomer_makes() -> None:
 def test_every_block_says_what_it_is(page: Path) -> None:
     for block in blocks(page):
         assert block.language in (*RUN, *SHOWN), f"{block}: of no language"
+        if block.language == "text":
+            assert "not run" in block.said, f"{block}: shown without a reason; is it printed?"
         for reason in block.said.get("not run", ()):
             assert len(reason) > 10, f"{block}: no reason"
         for test in block.said.get("tested", ()):
