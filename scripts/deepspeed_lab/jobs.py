@@ -102,6 +102,14 @@ def convert_with_deepspeed(source: Path, destination: Path, inject: bool, strict
     )
 
 
+def weights_by_zero_to_fp32(folder: Path) -> dict[str, torch.Tensor]:
+    """Gather the weights of a checkpoint as ``zero_to_fp32.py`` does."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
 def hang() -> None:
     """Never answer; the watchdog must end it."""
     while True:

@@ -70,6 +70,11 @@ class Judge:
         """
         self.lab.run("convert_with_deepspeed", tag_path, destination, inject, strict, world=0)
 
+    def weights_by_zero_to_fp32(self, folder: Path) -> dict[str, torch.Tensor]:
+        """What ``zero_to_fp32.py`` gets out of a checkpoint."""
+        found: dict[str, torch.Tensor] = self.lab.run("weights_by_zero_to_fp32", folder, world=0)
+        return found
+
 
 def recipe_of(case: Case) -> Recipe:
     """Return how the case was trained, with its model: ours, or the one beside the checkpoints."""

@@ -3,13 +3,18 @@ or stops, reshard is right."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import reshard
+from reshard.errors import CheckpointError, UnknownLayoutError
 from scripts.deepspeed_lab.workers import JobError
 from tests.deepspeed_judge.conftest import Converted
 from tests.deepspeed_judge.judge import Judge, differences, read_universal
+from tests.formats.edited import nothing, with_info
 from tests.truth import Case, by_name, case_named, cases, dense
 
 pytestmark = pytest.mark.deepspeed
@@ -87,3 +92,29 @@ def test_the_lists_name_cases_that_exist() -> None:
     places = {name.split("/")[0] for name in there}
     listed = [name for name in SILENTLY_WRONG | STOPS if name.split("/")[0] in places]
     assert [name for name in listed if name not in there] == []
+
+
+def test_left_over_ranks_of_a_larger_run(judge: Judge, tmp_path: Path) -> None:
+    """DeepSpeed puts them into the tensors of ZeRO-3 and says nothing; reshard names them."""
+    case = case_named("golden/odd_z3_dp2_one_group")
+    tag = Path(shutil.copytree(case.tag_path, tmp_path / case.tag))
+    for file in case.tag_path.glob("*zero_pp_rank_1_*"):
+        stale = tag / file.name.replace("rank_1_", "rank_2_", 1)
+        torch.save(torch.load(file, weights_only=False), stale)
+    judge.convert_with_deepspeed(tag, tmp_path / "theirs")
+    theirs, truth = read_universal(tmp_path / "theirs"), case.truth().full
+    flat = {name: {s: t.reshape(-1) for s, t in states.items()} for name, states in truth.items()}
+    assert differences(flat, {name: theirs[name] for name in truth}) != []
+    with pytest.raises(CheckpointError, match="a file of a rank that this checkpoint does not"):
+        reshard.convert(tag, tmp_path / "ours")
+
+
+def test_tensor_parallel_files_that_say_nothing(judge: Judge, tmp_path: Path) -> None:
+    """``--inject_missing_state`` doubles what is replicated; reshard asks for the layouts."""
+    case = case_named("golden/llama_z1_tp2dp2_fp32")
+    tag = with_info(case, tmp_path, nothing)
+    judge.convert_with_deepspeed(tag, tmp_path / "theirs", inject=True)
+    theirs, norm = read_universal(tmp_path / "theirs"), "model.norm.weight"
+    assert theirs[norm]["fp32"].tolist() == 2 * case.truth().full[norm]["fp32"].tolist()
+    with pytest.raises(UnknownLayoutError):
+        reshard.convert(tag, tmp_path / "ours")
