@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.errors import LayoutError, UsageError
+from reshard.errors import LayoutError, UsageError, count_text
 from reshard.formats.deepspeed.conversion_keys import ConversionKeys
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut, padded_cut
@@ -318,8 +318,8 @@ class CutFinder:
         asks = self.kv_heads is None and not {AMBIGUOUS, HEADS_UNSTATED}.isdisjoint(reasons)
         heads = "state the number of key/value heads with --kv-heads, or " if asks else ""
         return LayoutError(
-            f"how {len(missing)} parameters are cut over {self.options.tp} tensor-parallel ranks "
-            "is not known",
+            f"how {count_text(len(missing), 'parameter')} {'is' if len(missing) == 1 else 'are'} "
+            f"cut over {self.options.tp} tensor-parallel ranks is not known",
             file=self.source.file,
             parameter=listed(missing),
             expected="stored maps that tell, or a stated layout",
