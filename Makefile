@@ -5,7 +5,7 @@
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make test-crash    killed at hundreds of random moments, resumed, compared
 #   make docs    the documentation, as pages in site/, from a strict build
-#   make bench   the figures, side by side with `cp -r` and DeepSpeed's own converter
+#   make bench   every figure of docs/, side by side with the tools of DeepSpeed and torch
 
 PYTHON ?= python3
 VENV   := .venv
@@ -18,7 +18,8 @@ TORCH_ARGS ?=
 # Test processes: one for the DeepSpeed judge (which forks its own workers), one for the rest.
 JOBS   ?= 2
 PYTEST_ARGS ?=
-# How large the checkpoints of `make bench` are: quick (about 3 GB a case), full (5), double (9).
+# How large the checkpoints of `make bench` are: quick (about 3 GB a case, some 12 minutes of
+# measuring), full (5), double (9), or tiny, only to see it run. docs/benchmarks.md has the time of each.
 SIZE ?= quick
 
 # Real checkpoints beyond those of tests/golden, when they are there.
@@ -71,7 +72,10 @@ demo:
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/bench_convert.py --size $(SIZE)
-	$(BIN)/python benchmarks/bench_geometry.py
+	$(BIN)/python benchmarks/bench_convert.py --size $(SIZE) --case z1dp2 --native 3,3
+	$(BIN)/python benchmarks/bench_export.py --size $(SIZE)
+	$(BIN)/python -m benchmarks.bench_dcp --size $(SIZE)
+	$(BIN)/python -m benchmarks.bench_geometry
 
 # Trains the checkpoints of tests/golden and examples anew. They are in the repository: rarely needed.
 golden: $(VENV)/ready
