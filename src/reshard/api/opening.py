@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from reshard.api.arguments import paths_of
+from reshard.api.look_alikes import look_alike_problems
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, Problem, SourceFile
 from reshard.formats.folders import resolve_folder
@@ -46,10 +47,11 @@ def open_checkpoint(
     checkpoint = registry.open_checkpoint(
         fspath(path), also=folders, layout=layout, reading=reading
     )
-    idle = tuple(idle_folders(checkpoint, folders))
-    if not idle:
-        return checkpoint
-    return replace(checkpoint, problems=(*checkpoint.problems, *idle))
+    more = (
+        *idle_folders(checkpoint, folders),
+        *look_alike_problems(checkpoint.names, checkpoint.path),
+    )
+    return replace(checkpoint, problems=(*checkpoint.problems, *more)) if more else checkpoint
 
 
 def idle_folders(checkpoint: Checkpoint, also: Sequence[str]) -> Iterator[Problem]:
