@@ -25,7 +25,9 @@ from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
 from reshard.geometry.joins import FEW_PAIRS_PER_BOX, overlaps_among
 from reshard.geometry.links import Link, meet
 from reshard.geometry.ordering import (
+    BATCH,
     Ints,
+    batches,
     beside,
     classes_of,
     expanded,
@@ -317,8 +319,8 @@ def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
     """Tell whether links name no address of a space twice; exact.
 
     Links whose spans touch no other span are plain. A long step of few blocks makes a span
-    long for no reason, so those are expanded first. What still touches is arranged, each group of
-    touching spans in a grid of its own.
+    long for no reason, so those are expanded first. What still touches is read in grids, one for
+    each cluster of touching spans.
 
     >>> names_once(LinkTable.of([Link(0, 0, ((3, 4, 1),)), Link(1, 0, ((3, 4, 1),))]))
     True
@@ -326,24 +328,34 @@ def names_once(table: LinkTable, spaces: Ints | None = None) -> bool:
     False
     """
     space = np.zeros(len(table), np.int64) if spaces is None else spaces
-    while True:
-        cluster, crowded = clusters(table, space)
-        rows = np.flatnonzero(crowded)
-        table, space = table.take(rows), cluster[rows]
-        if not len(rows):
-            return True
+    table, space = _crowded(table, space)
+    if len(table) <= BATCH:
+        return _apart(table, space)
+    return all(_apart(table.take(rows).trimmed(), space[rows]) for rows in batches(space))
+
+
+def _crowded(table: LinkTable, space: Ints) -> tuple[LinkTable, Ints]:
+    """Return the links that share their cluster or fold on themselves, and the clusters."""
+    cluster, crowded = clusters(table, space)
+    rows = np.flatnonzero(crowded)
+    return table.take(rows), cluster[rows]
+
+
+def _apart(table: LinkTable, space: Ints) -> bool:
+    """Tell whether crowded links share no address of their cluster."""
+    while len(table):
         if not table.dims:  # single elements, some at one place
             return False
-        if len(rows) <= FEW_LINKS and not len(folding_rows(table)):
+        if len(table) <= FEW_LINKS and not len(folding_rows(table)):
             return _none_meet(table.links(), space.tolist())
         if _few_share(space):
-            break
+            return _apart_in_grids(table, space)
         steps = np.where(_sparse(table), table.extent[:, 0], 1)
-        if steps.sum() > 2 * len(rows) + FEW_STEPS or (steps == 1).all():
-            break
+        if steps.sum() > 2 * len(table) + FEW_STEPS or (steps == 1).all():
+            return _apart_in_grids(table, space)
         again, table = outermost_expanded(table, steps)
-        space = space[again]
-    return _apart_in_grids(table, space)
+        table, space = _crowded(table, space[again])
+    return True
 
 
 def _apart_in_grids(table: LinkTable, space: Ints) -> bool:
