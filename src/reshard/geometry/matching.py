@@ -100,8 +100,9 @@ def _touching(
 def _shared(first: LinkTable, a: BoxTable, b: BoxTable, i: Ints, j: Ints) -> Matches:
     """Return the common blocks of pairs of boxes."""
     lo = np.maximum(rows_of(a.lo, i), rows_of(b.lo, j))
-    extent = np.minimum(rows_of(a.hi, i), rows_of(b.hi, j)) - lo
-    steps = rows_of(a.far_stride, i), rows_of(b.far_stride, j)
+    extent = (np.minimum(rows_of(a.hi, i), rows_of(b.hi, j)) - lo)[:, ::-1]
+    # Outermost digit first, as links nearly always have it.
+    steps = rows_of(a.far_stride[:, ::-1], i), rows_of(b.far_stride[:, ::-1], j)
     link = LinkTable(a.far_at(i, lo), b.far_at(j, lo), extent, *steps)
     row = a.row[i]
     still = (first.extent > 1) & (first.near_stride == 0)
