@@ -36,6 +36,7 @@ from reshard.geometry.ordering import (
     rows_of,
     starts_of,
 )
+from reshard.geometry.pairs import some_share, touching_pairs
 from reshard.geometry.tables import (
     LinkTable,
     clusters,
@@ -84,6 +85,10 @@ FEW_LINKS = 12
 """So few links are compared pair by pair."""
 FEW_STEPS = 8
 """Outermost dimensions of at most so many steps are expanded to tell whether links are apart,"""
+FEW_WALKS = 8
+"""So many boxes for each link are always walked;"""
+BOXES_A_MEETING = 64
+"""more are, too, where meeting two links would take longer than walking so many boxes."""
 SPARSE = 4
 """where they step by more than so many times what is inside them."""
 
@@ -359,13 +364,29 @@ def _apart(table: LinkTable, space: Ints) -> bool:
 
 
 def _apart_in_grids(table: LinkTable, space: Ints) -> bool:
-    """Tell whether links share no address of their space, each space in a grid of its own."""
+    """Tell whether links share no address of their space, each space in a grid of its own.
+
+    What the grid would have to walk for long is met with whatever it touches.
+    """
     if table.repeats():
         return False
     # Spaces without a link have no number.
     space = (np.cumsum(np.bincount(space) > 0) - 1)[space]
-    boxes = Grid.of([table], space).boxes(table, space)
+    grid = Grid.of([table], space)
+    walks = grid.walks(table, space)
+    if walks.sum() > FEW_WALKS * len(table):
+        pairs = touching_pairs(table, space)
+        odd = walks > 1
+        mixed = odd[pairs[0]] | odd[pairs[1]]
+        if walks.sum() > min(MOST_BOXES, BOXES_A_MEETING * int(mixed.sum() + odd.sum())):
+            if some_share(table, (pairs[0][mixed], pairs[1][mixed]), odd):
+                return False
+            rows = np.flatnonzero(~odd)
+            table, space = table.take(rows), space[rows]
+    boxes = grid.boxes(table, space)
     lo, key = boxes.lo, space[boxes.row]
+    if not len(boxes):
+        return True
     _, label = groups_of([key, *lo.T])
     return int(label[-1]) + 1 == len(boxes) and not len(overlaps_among(lo, boxes.hi, key)[0])
 
