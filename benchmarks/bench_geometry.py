@@ -6,15 +6,16 @@ as medians over rounds:
 * What does it cost to prove a map? DeepSpeed's ``validate_coverage`` looks at every element, so it
   is given a small tensor, and its time for the large one is extrapolated.
 * What does composing two maps cost, by the kind of layout (``geometry_kinds.py``) and as pieces
-  grow? Folding and proof are included; ``verify`` proves the plan once more from itself, and
-  ``read`` is making columns of piece objects, which maps that were computed do not need. Copies
-  are counted before folding.
+  grow? Folding is included; ``verify`` proves the plan from itself alone, and ``both`` is what
+  the two take. ``read`` is making columns of piece objects, which maps that were computed do not
+  need. Copies are counted before folding.
 * How do planners compare at 512 pieces a side, the most that DeepSpeed's accepts?
 
 Times are processor seconds of this process, which is bound to one core: on a quiet machine the
 same as those of a clock, on a busy one still like with like.
 
-``python benchmarks/bench_geometry.py`` takes about a minute; ``--largest 7`` adds 10^7 pieces.
+``python benchmarks/bench_geometry.py`` takes about a minute; ``--largest 7`` adds 10^7 pieces,
+most of whose time is making the maps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +128,7 @@ def reread(*maps: ParamAffineMap) -> list[PieceTable]:
 
 
 def bench_kinds(count: int, rounds: int) -> None:
-    line(
-        f"composition, {count:,} pieces a side", "compose", "verify", "read", "segments", "copies/s"
-    )
+    line(f"composition, {count:,} pieces a side", "compose", "verify", "both", "read", "copies/s")
     times = {}
     for name, make in KINDS.items():
         target, source = make(count)
@@ -137,11 +137,9 @@ def bench_kinds(count: int, rounds: int) -> None:
         took = measured(lambda t=target, s=source: composed(t, s), rounds)
         proof = measured(took.result.verify, rounds)
         read = measured(lambda t=target, s=source: reread(t, s), 1)
-        times[name] = took.seconds
-        cells = (shown(took.seconds), shown(proof.seconds), shown(read.seconds))
-        line(
-            name, *cells, f"{len(took.result):,}", f"{matches(target, source) / took.seconds:,.0f}"
-        )
+        times[name] = took.seconds + proof.seconds
+        cells = map(shown, (took.seconds, proof.seconds, times[name], read.seconds))
+        line(name, *cells, f"{matches(target, source) / took.seconds:,.0f}")
     worst = max(times, key=times.__getitem__)
     print(f"the worst kind is {worst}: {shown(times[worst])}")
 
@@ -152,18 +150,18 @@ def matches(target: ParamAffineMap, source: ParamAffineMap) -> int:
 
 
 def bench_growth(counts: list[int], rounds: int) -> None:
-    line("growth of scattered runs", "compose", "times", "peak so far", "", "")
-    last = None
+    line("growth of scattered runs", "compose", "verify", "both", "/ n log n", "peak so far")
     for count in counts:
         target, source = KINDS["scattered runs"](count)
         took = measured(lambda t=target, s=source: composed(t, s), rounds if count < 10**6 else 1)
+        proof = measured(took.result.verify, 1)
+        both = took.seconds + proof.seconds
         line(
             f"{count:,} pieces a side",
-            shown(took.seconds),
-            f"{took.seconds / last:.1f}×" if last else "",
+            *map(shown, (took.seconds, proof.seconds, both)),
+            f"{both / (count * log2(count)) * 1e9:.0f} ns",
             f"{peak_bytes() / 2**20:,.0f} MiB",
         )
-        last = took.seconds
 
 
 def peak_bytes() -> int:
@@ -229,7 +227,7 @@ def main() -> None:
         type=int,
         default=6,
         choices=(5, 6, 7),
-        help="growth is shown up to 10 to the power of this many pieces a side; 7 needs 8 GB",
+        help="growth is shown up to 10 to the power of this many pieces a side; 7 needs 7 GB",
     )
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -144,3 +146,55 @@ def test_validation_does_not_follow_the_number_of_elements() -> None:
             made.validate()
             seconds.append(time.process_time() - started)
         assert min(seconds) < 0.5
+
+
+def replicas_in_steps(rows: int) -> dict[int, list[AffinePiece]]:
+    """Two ranks that hold the same columns, one cut in steps of 2, the other in steps of 3."""
+    return {
+        rank: [
+            AffinePiece(
+                ((rows - first + by - 1) // by, 5),
+                7 * first,
+                (7 * by, 1),
+                5 * first,
+                (5 * by, 1),
+                (0, 1),
+            )
+            for first in range(by)
+        ]
+        for rank, by in ((0, 2), (1, 3))
+    }
+
+
+def test_steps_of_two_and_of_three_over_a_million_million_rows_are_proved() -> None:
+    rows = 2**40
+    pieces = replicas_in_steps(rows)
+    shapes = dict.fromkeys((0, 1), (rows, 5))
+    one = ParamAffineMap((rows, 7), shapes, pieces)
+    one.validate(partial=True)
+    whole = AffinePiece((rows, 5), 0, (7, 1), 0, (5, 1), (0, 1))
+    other = ParamAffineMap((rows, 7), shapes, {0: [whole], 1: [whole]})
+    assert one.same_elements(other)
+    plan = compose(other, one)
+    assert plan.numel == 2 * 5 * rows
+    plan.verify()
+
+
+@pytest.mark.parametrize(
+    ("broken", "damage"),
+    [
+        ("P5", lambda piece: replace(piece, locations=(1,))),
+        ("P5", lambda piece: replace(piece, scale=0.5)),
+        ("P5", lambda piece: replace(piece, source_offset=piece.source_offset + 1)),
+        ("write-once", lambda piece: replace(piece, dest_offset=0)),
+    ],
+)
+def test_steps_of_two_and_of_three_are_refused_when_one_is_wrong(
+    broken: str, damage: Callable[[AffinePiece], AffinePiece]
+) -> None:
+    rows = 2**40
+    pieces = replicas_in_steps(rows)
+    pieces[1][2] = damage(pieces[1][2])
+    with pytest.raises(InvalidMapError) as refused:
+        ParamAffineMap((rows, 7), dict.fromkeys((0, 1), (rows, 5)), pieces).validate(partial=True)
+    assert refused.value.broken == broken

@@ -6,8 +6,9 @@ pieces with the copy reversed. It is a relation and not a function because of re
 element of ``F`` may live on many ranks, and the map says on which (``locations``) without
 choosing one.
 
-A map is a value: frozen, hashable, equal by its pieces as they are listed. ``canonical()`` gives
-the spelling that equal relations share. ``validate()`` proves the properties that composition
+A map is a value: frozen, hashable, equal by its pieces as they are listed. ``same_elements()``
+asks whether two say the same, however they are cut; ``canonical()`` gives the spelling that such
+maps share. ``validate()`` proves the properties that composition
 relies on; a map that is only held, printed or written need not be valid.
 """
 
@@ -19,7 +20,7 @@ from types import MappingProxyType
 import numpy as np
 
 from reshard.errors import DocumentError, InvalidMapError, UsageError
-from reshard.geometry import movement, validation
+from reshard.geometry import equality, movement, validation
 from reshard.geometry.buffers import Tensor
 from reshard.geometry.document import (
     Entry,
@@ -133,6 +134,29 @@ class ParamAffineMap(MapValue):
         Empty pieces are dropped, others merged within each rank, set of locations and scale.
         """
         return folded_map(self.logical_shape, self._shapes, self.table.turned())
+
+    def same_elements(self, other: ParamAffineMap) -> bool:
+        """Tell whether another map says the same of every element, however the two are cut.
+
+        Shapes must agree, and every element of a shard must be the same element of ``F``, held
+        by the same ranks and by the same scale. The answer is exact for all maps that write each
+        element of a shard once, of any size; maps that do not (:meth:`validate` refuses them) are
+        the same when their canonical forms are.
+
+        >>> from reshard.geometry import AffinePiece
+        >>> halves = [AffinePiece((2,), at, (1,), at, (1,), [0]) for at in (2, 0)]
+        >>> whole = [AffinePiece((4,), 0, (1,), 0, (1,), [0])]
+        >>> one, other = (ParamAffineMap((4,), {0: (4,)}, {0: each}) for each in (halves, whole))
+        >>> one == other, one.same_elements(other)
+        (False, True)
+        """
+        if self.logical_shape != other.logical_shape or self._shapes != other._shapes:
+            return False
+        if self == other:
+            return True
+        if equality.writes_once(self.table) and equality.writes_once(other.table):
+            return equality.same_elements(self.table, other.table)
+        return self.canonical() == other.canonical()
 
     # -- restriction -------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard.errors import CompositionError, count_text
 from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.equality import writes_once
 from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
@@ -67,8 +68,7 @@ def check_written_once(one: ParamAffineMap, side: str) -> None:
     CompositionError
         When it does; :meth:`ParamAffineMap.validate` says where.
     """
-    table = one.table
-    if not names_once(table.link.turned().normalised(), table.rank):
+    if not writes_once(one.table):
         raise CompositionError(
             f"the {side} map writes an element of a shard twice", next_step=f"validate the {side}"
         )

@@ -108,16 +108,14 @@ def unbelieved_dims(table: LinkTable, group: Ints) -> Flags:
 
 def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Chain equal blocks, those of each shape by their commonest step."""
-    order, label = groups_of([group, *flat_columns(table)])
-    size = np.bincount(label)
-    several = size[label] > 1
-    if not several.any():
+    order, label = _equal_blocks(table, group)
+    if not len(order):
         return table, group
+    size = np.bincount(label)
     runs = run_counts(table)
     lead = order[starts_of(label)]
     share = size * runs[lead] / np.bincount(group, runs)[group[lead]]
     labels = _Labels(group[lead], size, _ENOUGH * share < 1)
-    order, label = order[several], label[several]
     inner = order_by([label, table.near[order]])
     order, label = order[inner], label[inner]
     near, far = table.near[order], table.far[order]
@@ -130,6 +128,17 @@ def chained(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     if not linked.any():
         return table, group
     return _stacked(table, group, order, (rows, linked), (steps.near[label], steps.far[label]))
+
+
+def _equal_blocks(table: LinkTable, group: Ints) -> tuple[Ints, Ints]:
+    """Return the rows that have others of their shape in their group, and what shape, from 0."""
+    columns = [group, *flat_columns(table)]
+    bucket = mixed(columns) & ((1 << len(group).bit_length()) - 1)
+    rows = np.flatnonzero((np.bincount(bucket) > 1)[bucket])
+    order, label = groups_of([column[rows] for column in columns])
+    several = np.flatnonzero((np.bincount(label) > 1)[label])
+    label = label[several]
+    return rows[order[several]], np.cumsum(np.diff(label, prepend=label[:1]) > 0)
 
 
 def _candidates(blocks: _Steps, labels: _Labels, crowd: Ints, others: _Steps) -> _Steps:
@@ -160,8 +169,7 @@ def _frequent(recurring: _Steps, near: _Steps, labels: _Labels) -> tuple[_Steps,
     quarter of them.
     """
     asking = np.zeros(int(labels.group.max()) + 1, bool)
-    asking[labels.group[labels.alone & (labels.size > 1)]] = True
-    asking[labels.group[(labels.size > 1) & (labels.size <= _ENOUGH + 1)]] = True
+    asking[labels.group[labels.alone | (labels.size <= _ENOUGH + 1)]] = True
     both = _appended([recurring, near])
     kept = asking[labels.group[both.of]] | _plausible(both, labels.size)
     of_recurring, of_near = np.split(kept, [len(recurring.of)])

@@ -12,7 +12,8 @@ Tables are sorted by group and near offset, before and after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,21 +38,13 @@ def in_order(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
 
 def runs_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """Join rows whose runs continue each other by (1, 1), all other dimensions being equal."""
-    run = run_dims(table)
-    length = np.where(run, table.extent, 1).prod(axis=1)
-    others = LinkTable(
-        table.near,
-        table.far,
-        np.where(run, 1, table.extent),
-        np.where(run, 0, table.near_stride),
-        np.where(run, 0, table.far_stride),
-    )
+    length = np.where(run_dims(table), table.extent, 1).prod(axis=1)
     one = np.ones_like(length)
-    found = _followed(others, _Begins(table.near, group), length, (one, one))
+    found = _followed(table, _Begins(table.near, group), length, (one, one), _without_runs)
     if found is None:
         return table, group
     first, total, kept = found
-    base, step = others.take(first), one[first]
+    base, step = _without_runs(table.take(first)), one[first]
     grown = LinkTable(
         base.near,
         base.far,
@@ -62,13 +55,29 @@ def runs_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return table.replaced(first, grown).take(kept).trimmed(), group[kept]
 
 
+def _without_runs(table: LinkTable) -> LinkTable:
+    """Return the table with runs cut to their first elements."""
+    run = run_dims(table)
+    return LinkTable(
+        table.near,
+        table.far,
+        np.where(run, 1, table.extent),
+        np.where(run, 0, table.near_stride),
+        np.where(run, 0, table.far_stride),
+    )
+
+
 def _followed(
-    others: LinkTable, begins: _Begins, count: Ints, step: tuple[Ints, Ints]
+    table: LinkTable,
+    begins: _Begins,
+    count: Ints,
+    step: tuple[Ints, Ints],
+    others: Callable[[LinkTable], LinkTable],
 ) -> tuple[Ints, Ints, Ints] | None:
     """Find chains of rows, each beginning where ``count`` steps of the one before it end.
 
-    Rows that follow each other agree in their step and in the dimensions of ``others``; rows
-    with a count of 0 follow none.
+    Rows that follow each other agree in their step and in the dimensions that ``others`` leaves;
+    rows with a count of 0 follow none.
 
     Returns
     -------
@@ -77,11 +86,11 @@ def _followed(
         follow another; nothing when there are no chains.
     """
     s, f = step
-    rows, after = begins.at(np.where(count > 0, others.near + count * s, -1))
-    fits = (count[after] > 0) & (others.far[after] == (others.far + count * f)[rows])
-    for column in (s, f, *flat_columns(others)):
-        rows, after = rows[fits], after[fits]
-        fits = column[after] == column[rows]
+    rows, after = begins.at(np.where(count > 0, table.near + count * s, -1))
+    fits = (count[after] > 0) & (table.far[after] == (table.far + count * f)[rows])
+    fits &= (s[after] == s[rows]) & (f[after] == f[rows])
+    rows, after = rows[fits], after[fits]
+    fits = _alike(others(table.take(rows)), others(table.take(after)))
     rows, after = rows[fits], after[fits]
     if not len(rows):
         return None
@@ -123,7 +132,9 @@ def _joined_along(
     count = np.where(run_dims(table)[:, dim], 0, table.extent[:, dim])
     count[count == 1] = 0
     step = table.near_stride[:, dim], table.far_stride[:, dim]
-    found = _followed(_without(table, dim), begins, count, step) if count.any() else None
+    if not count.any():
+        return table, group
+    found = _followed(table, begins, count, step, partial(_without, dim=dim))
     if found is None:
         return table, group
     first, total, kept = found
@@ -208,10 +219,14 @@ class _Begins:
 
 def _lacks(table: LinkTable, row: Ints, other: Ints, dim: int) -> Flags:
     """Mark the rows whose partner has all of their dimensions but ``dim``, and no other."""
-    alike = np.ones(len(row), bool)
-    mine, theirs = _without(table, dim), _without(table, table.dims - 1)
-    for left, right in zip(flat_columns(mine), flat_columns(theirs), strict=True):
-        alike &= left[row] == right[other]
+    return _alike(_without(table.take(row), dim), _without(table.take(other), table.dims - 1))
+
+
+def _alike(first: LinkTable, second: LinkTable) -> Flags:
+    """Mark the rows that have the same dimensions in both tables."""
+    alike = np.ones(len(first), bool)
+    for left, right in zip(flat_columns(first), flat_columns(second), strict=True):
+        alike &= left == right
     return alike
 
 

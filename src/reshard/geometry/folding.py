@@ -24,8 +24,6 @@ folding is what lets a stack of blocks that alternate between holders fold at al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,7 +34,7 @@ from reshard.geometry.chains import (
     unbelieved_dims,
 )
 from reshard.geometry.continuing import continued, in_order, runs_joined
-from reshard.geometry.ordering import Ints, classes_of, expanded, order_by, starts_of
+from reshard.geometry.ordering import BATCH, Ints, batches, expanded, order_by
 from reshard.geometry.peeling import Peel
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
@@ -44,8 +42,6 @@ FEW_RUNS = 2048
 """Groups whose links have at most so many runs are folded from their runs."""
 SMALL = 64
 """Groups of more links are not asked whether nothing in them can merge; in most, something can."""
-BATCH = 1 << 17
-"""Groups do not know of each other; so many rows are folded at a time, which stay in the cache."""
 
 
 def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
@@ -65,19 +61,8 @@ def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     """
     if len(table) <= BATCH:
         return _fold_at_once(table.normalised(), group)
-    done = [_fold_at_once(table.take(rows).normalised(), group[rows]) for rows in _batches(group)]
+    done = [_fold_at_once(table.take(rows).normalised(), group[rows]) for rows in batches(group)]
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
-
-
-def _batches(group: Ints) -> Iterator[Ints]:
-    """Yield the rows of whole groups, in order of groups, about :data:`BATCH` at a time."""
-    order, label = classes_of([group])
-    stops = np.append(starts_of(label)[1:], len(label))
-    first = 0
-    while first < len(label):
-        last = min(int(np.searchsorted(stops, first + BATCH)), len(stops) - 1)
-        yield order[first : stops[last]]
-        first = int(stops[last])
 
 
 def _fold_at_once(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:

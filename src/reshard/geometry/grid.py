@@ -146,6 +146,11 @@ class Grid:
         row = np.arange(len(table))
         return self._settled(*self._placed(table, row, _spaces(table, spaces)))
 
+    def walks(self, table: LinkTable, spaces: Ints | None = None) -> NDArray[np.float64]:
+        """Return how many boxes each row is walked into, 1 for the regular ones."""
+        homeless = self._homeless(table, _spaces(table, spaces))
+        return np.asarray(np.where(homeless, table.extent, 1).astype(float).prod(axis=1))
+
     def regular_boxes(self, table: LinkTable) -> tuple[BoxTable, Ints]:
         """Return the boxes of the regular rows, and the other rows; for a single space."""
         if (

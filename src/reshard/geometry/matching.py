@@ -16,7 +16,7 @@ import numpy as np
 from reshard.geometry.grid import BoxTable, Grid
 from reshard.geometry.joins import overlapping_pairs
 from reshard.geometry.links import Link, make_link, meet
-from reshard.geometry.ordering import Ints, beside, rows_of
+from reshard.geometry.ordering import BATCH, Ints, beside, rows_of
 from reshard.geometry.tables import LinkTable, concatenated
 
 FEW_PAIRS = 48
@@ -70,7 +70,8 @@ def matched(
     a_key = None if first_key is None else first_key[a.row]
     b_key = None if second_key is None else second_key[b.row]
     i, j = overlapping_pairs(a.lo, a.hi, b.lo, b.hi, a_key, b_key)
-    found = [_shared(first, a, b, i, j)]
+    cuts = range(0, max(len(i), 1), BATCH)
+    found = [_shared(first, a, b, i[at : at + BATCH], j[at : at + BATCH]) for at in cuts]
     if len(a_odd) or len(b_odd):
         i, j = _touching(first, second, first_key, second_key)
         odd = np.isin(i, a_odd) | np.isin(j, b_odd)
@@ -99,8 +100,9 @@ def _touching(
 def _shared(first: LinkTable, a: BoxTable, b: BoxTable, i: Ints, j: Ints) -> Matches:
     """Return the common blocks of pairs of boxes."""
     lo = np.maximum(rows_of(a.lo, i), rows_of(b.lo, j))
-    extent = np.minimum(rows_of(a.hi, i), rows_of(b.hi, j)) - lo
-    steps = rows_of(a.far_stride, i), rows_of(b.far_stride, j)
+    extent = (np.minimum(rows_of(a.hi, i), rows_of(b.hi, j)) - lo)[:, ::-1]
+    # Outermost digit first, as links nearly always have it.
+    steps = rows_of(a.far_stride[:, ::-1], i), rows_of(b.far_stride[:, ::-1], j)
     link = LinkTable(a.far_at(i, lo), b.far_at(j, lo), extent, *steps)
     row = a.row[i]
     still = (first.extent > 1) & (first.near_stride == 0)

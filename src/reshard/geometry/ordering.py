@@ -12,7 +12,7 @@ than by rows of few columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 """An array of signed 64-bit integers."""
+BATCH = 1 << 17
+"""Groups do not know of each other; so many rows are seen to at a time, which stay in the cache."""
 _ROOM = 1 << 62
 """Packed columns stay below this."""
 
@@ -161,6 +163,21 @@ def starts_of(label: Ints) -> Ints:
     [0, 2, 3]
     """
     return np.flatnonzero(np.diff(label, prepend=-1))
+
+
+def batches(group: Ints) -> Iterator[Ints]:
+    """Yield the rows of whole groups, in order of groups, about :data:`BATCH` at a time.
+
+    >>> [rows.tolist() for rows in batches(np.array([1, 0, 1]))]
+    [[1, 0, 2]]
+    """
+    order, label = classes_of([group])
+    stops = np.append(starts_of(label)[1:], len(label))
+    first = 0
+    while first < len(label):
+        last = min(int(np.searchsorted(stops, first + BATCH)), len(stops) - 1)
+        yield order[first : stops[last]]
+        first = int(stops[last])
 
 
 def expanded(starts: Ints, counts: Ints) -> Ints:

@@ -11,8 +11,8 @@ Theory. A map is sound when
 
 All of them are statements about overlaps and volumes of strided blocks. An
 :class:`~reshard.geometry.refinement.Arrangement` decides them exactly, in time that depends on the
-number of pieces and not on the number of elements. What is looked up in Python objects is only
-the text of a refusal.
+number of pieces and not on the number of elements. Where strides have too little in common for its
+grid, pieces are met two by two (:mod:`reshard.geometry.pairs`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import InvalidMapError, count_text
+from reshard.errors import InvalidMapError, UnsupportedError, count_text
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
 from reshard.geometry.notation import ranges_text
-from reshard.geometry.ordering import Ints, kinds_of
+from reshard.geometry.ordering import Ints, classes_of, kinds_of, starts_of
+from reshard.geometry.pairs import folds_on_itself, shared_count, touching_pairs
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.refinement import Arrangement, Groups, names_once
@@ -129,8 +130,7 @@ def _check_written_once(subject: Subject) -> None:
 
 
 def _check_injective(subject: Subject, row: int, link: Link) -> None:
-    shared = sum(numel([n for n, *_ in part.dims]) for part in meet(link, link))
-    if shared > numel([n for n, _, _ in link.dims]):
+    if folds_on_itself(link):
         raise subject.refuse(
             "several elements of F go to one element of the shard", "P3", row, link.near
         )
@@ -173,10 +173,7 @@ def _check_holders(subject: Subject) -> None:
         _check_own_rank(subject)
         covered = int(table.link.numel().sum())
     else:
-        arrangement = Arrangement(table.link, table.rank)
-        _check_locations(subject, arrangement)
-        _check_scales(subject)
-        covered = arrangement.volume()
+        covered = _check_overlaps(subject)
     if not subject.partial and covered < subject.total:
         holes = gaps(table.link, subject.total)
         raise InvalidMapError(
@@ -189,19 +186,88 @@ def _check_holders(subject: Subject) -> None:
         )
 
 
+def _check_overlaps(subject: Subject) -> int:
+    """Prove P5 of pieces that overlap; return the number of elements that they cover."""
+    table = subject.table
+    try:
+        arrangement = Arrangement(table.link, table.rank)
+    except UnsupportedError:
+        if not names_once(table.link, table.rank):
+            raise
+        return _check_in_pairs(subject)
+    _check_locations(subject, arrangement)
+    _check_scales(subject)
+    return arrangement.volume()
+
+
+def _check_in_pairs(subject: Subject) -> int:
+    """Do the same by meeting pieces two by two, where no rank holds an element twice.
+
+    Two pieces that share an element must have the same locations. The ranks of these then hold
+    all of a piece when the elements that it shares are as many as its own, for each other rank.
+    """
+    table = subject.table
+    _check_own_rank(subject)
+    links = table.link.links()
+    shared = [0] * len(links)
+    pairs = touching_pairs(table.link, np.zeros_like(table.rank))
+    for i, j in zip(pairs[0].tolist(), pairs[1].tolist(), strict=True):
+        count = shared_count(links[i], links[j])
+        if count and (table.place[i] != table.place[j] or table.scale[i] != table.scale[j]):
+            raise _differing(subject, i, j, meet(links[i], links[j])[0].near)
+        shared[i] += count
+        shared[j] += count
+    covered = [0] * len(table.holders)
+    for row, (link, place) in enumerate(zip(links, table.place.tolist(), strict=True)):
+        size, others = numel([n for n, _, _ in link.dims]), len(table.holders[place]) - 1
+        if shared[row] != size * others:
+            raise subject.refuse(
+                "the locations are not the ranks that hold it",
+                "P5",
+                row,
+                link.near,
+                expected=f"{size * others} elements that others hold",
+                found=shared[row],
+            )
+        covered[place] += size
+    return sum(size // len(ranks) for size, ranks in zip(covered, table.holders, strict=True))
+
+
+def _differing(subject: Subject, row: int, other: int, offset: int) -> InvalidMapError:
+    """Return the error of two pieces that share an element and differ in locations or scale."""
+    table = subject.table
+    said = [table.holders[table.place[k]] for k in (row, other)]
+    if said[0] == said[1]:
+        kinds = sorted({float(table.scale[k]) for k in (row, other)})
+        what = "an element is held by several scales, here by"
+        return subject.refuse(what, "P5", row, offset, found=kinds)
+    return subject.refuse(
+        "the locations are not those of another piece with the same element",
+        "P5",
+        row,
+        offset,
+        expected=list(said[1]),
+        found=list(said[0]),
+    )
+
+
 def _check_own_rank(subject: Subject) -> None:
     table = subject.table
-    named = np.array([ranks[0] for ranks in table.holders], np.int64)[table.place]
-    wrong = np.flatnonzero(named != table.rank)
-    if len(wrong):
-        row = int(wrong[0])
+    order, label = classes_of([table.place, table.rank])
+    wrong = [
+        row
+        for row in order[starts_of(label)].tolist()
+        if int(table.rank[row]) not in table.holders[table.place[row]]
+    ]
+    if wrong:
+        row = min(wrong)
         raise subject.refuse(
             "the locations are not the ranks that hold it",
             "P5",
             row,
             int(table.link.near[row]),
             expected=[int(table.rank[row])],
-            found=[int(named[row])],
+            found=list(table.holders[table.place[row]]),
         )
 
 

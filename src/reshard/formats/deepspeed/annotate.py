@@ -231,7 +231,7 @@ def _merged(
 
 def _is_same(entry: Cursor, other: ParamAffineMap) -> bool:
     stored = ParamAffineMap.from_dict(entry.value, f"{entry.file}: {entry.path}")
-    return stored.canonical() == other.canonical()
+    return stored.same_elements(other)
 
 
 def _vocabulary(maps: Mapping[str, GovernedMap]) -> dict[object, object]:

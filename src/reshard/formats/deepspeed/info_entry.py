@@ -87,7 +87,7 @@ def _is_whole(one: ParamAffineMap) -> bool:
         same = replicated(one.shard_shapes, len(one.ranks))
     except LayoutError:
         return False
-    return _equal(one, same)
+    return one.same_elements(same)
 
 
 def _is_row_split(one: ParamAffineMap) -> bool:
@@ -98,8 +98,4 @@ def _is_row_split(one: ParamAffineMap) -> bool:
         same = concatenated(one.shard_shapes, 1, len(one.ranks))
     except LayoutError:
         return False
-    return _equal(one, same)
-
-
-def _equal(one: ParamAffineMap, other: ParamAffineMap) -> bool:
-    return one.logical_shape == other.logical_shape and one.canonical() == other.canonical()
+    return one.same_elements(same)

@@ -124,7 +124,7 @@ def ranges_along(one: ParamAffineMap, dim: int) -> dict[int, list[Range]] | None
         same = ranges_map(shape, ranges, dim)
     except LayoutError:
         return None
-    return ranges if _equal(same, one) else None
+    return ranges if same.same_elements(one) else None
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
@@ -175,11 +175,6 @@ def blocks_of(ranges: Mapping[int, Sequence[Range]]) -> list[tuple[int, bool]]:
     return blocks
 
 
-def _equal(one: ParamAffineMap, other: ParamAffineMap) -> bool:
-    same_shapes = one.shard_shapes == other.shard_shapes
-    return same_shapes and (one == other or one.canonical() == other.canonical())
-
-
 # --------------------------------------------------------------------------- rules
 
 
@@ -216,7 +211,7 @@ def rules_of(known: Known) -> Iterator[Rule]:
     shape = known.shape
     if one.is_scaled:
         return
-    if _equal(one, replicated_map(shape, len(one.ranks))):
+    if one.same_elements(replicated_map(shape, len(one.ranks))):
         yield _replicated(shape)
         return
     for dim in range(len(shape)):
@@ -305,7 +300,7 @@ def explaining(
     """Rules that reproduce every known map of a parameter, with the layer that they take it for."""
     for rule, layer in product(rules, known.layers):
         try:
-            if all(_equal(rule(d, numbers, layer), one) for d, one in known.maps):
+            if all(rule(d, numbers, layer).same_elements(one) for d, one in known.maps):
                 yield rule, layer
         except LayoutError:
             continue
