@@ -41,6 +41,11 @@ class MixRecipe:
         Whether it is a native DeepSpeed MoE instead of a Mixtral under AutoEP.
     data_first
         ``use_data_before_expert_parallelism``.
+    cut_experts
+        Of native experts with several tensor ranks, whether each rank has a part of every expert
+        (``enable_expert_tensor_parallelism``).
+    frozen
+        Whether some matrices of experts are not trained.
     """
 
     world: int
@@ -50,6 +55,8 @@ class MixRecipe:
     dtype: str = "fp32"
     native: bool = False
     data_first: bool = False
+    cut_experts: bool = False
+    frozen: bool = False
 
     @property
     def dp(self) -> int:
