@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipeRecipe:
-    """A pipeline: its degrees and its ZeRO stage."""
+    """A pipeline: its degrees and its ZeRO stage; `ep` is of one with experts."""
 
     pp: int
     tp: int = 1
     dp: int = 1
     stage: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -20,7 +21,7 @@ class PipeRecipe:
         return self.pp * self.tp * self.dp
 
     def __str__(self) -> str:
-        return f"pp{self.pp} tp{self.tp} dp{self.dp}"
+        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,8 +191,9 @@ class _Reading:
             self.columns,
             self.degrees.tp,
             self.inventory.folder.path,
+            partitioned=bool(self.ranks),
         )
-        self.layers, self.pipeline = read.untrained, read.pipeline
+        self.layers, self.pipeline = read.weights, read.pipeline
         # for layouts, what is in layer files only is as good as in the model-state file
         columns = [self._with_layers(column) for column in self.columns]
         self.layouts = read_layouts(columns, self.degrees.tp, self.stated, self.experts.names())

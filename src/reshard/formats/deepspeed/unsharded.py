@@ -80,7 +80,7 @@ def read_unsharded(
     UnsupportedError
         When the masters are flat buffers.
     """
-    if layers:
+    if layers and not _lists_names(columns):
         _require_untied(layers)
     held: dict[str, dict[int, tuple[ModelStates, Numbered]]] = {}
     for rank in range(degrees.tp):
