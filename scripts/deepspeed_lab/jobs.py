@@ -12,6 +12,10 @@ import torch
 from torch import distributed
 
 from scripts.deepspeed_lab.engine import make_engine, run_steps
+from scripts.deepspeed_lab.expert_pipelines import (
+    resume_expert_pipeline_natively,
+    train_expert_pipeline,
+)
 from scripts.deepspeed_lab.fsdp import resume_fsdp, train_fsdp
 from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
 from scripts.deepspeed_lab.native_resumes import (
@@ -28,6 +32,7 @@ __all__ = [
     "convert_with_deepspeed",
     "hang",
     "resume",
+    "resume_expert_pipeline_natively",
     "resume_fsdp",
     "resume_mixture",
     "resume_mixture_natively",
@@ -36,6 +41,7 @@ __all__ = [
     "run_trainer",
     "save_large",
     "train",
+    "train_expert_pipeline",
     "train_fsdp",
     "train_mixture",
     "train_pipeline",

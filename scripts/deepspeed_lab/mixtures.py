@@ -17,16 +17,19 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from torch import distributed, nn
-from torch.nn import functional
 
-from scripts.deepspeed_lab.engine import batch
+from scripts.deepspeed_lab.engine import MegatronGrid, batch
 from scripts.deepspeed_lab.models import VOCAB
+from scripts.deepspeed_lab.native_mixture import (
+    EXPERTS,
+    NativeMixture,
+    is_cut,
+    let_gloo_gather_tokens,
+)
 from scripts.deepspeed_lab.recipe import BASE_CONFIG, GLOBAL_BATCH, TAG
 from scripts.deepspeed_lab.results import Mixed, States
 from scripts.deepspeed_lab.states import _fragments as fragments_of
 from scripts.deepspeed_lab.topologies import MixRecipe
-
-EXPERTS = 4
 
 _NATIVE = "deepspeed_moe.experts.deepspeed_experts."
 
@@ -42,40 +45,6 @@ _CUT_ATTENTION = {
 
 
 # ------------------------------------------------------------------------------------- the model
-
-
-class NativeMixture(nn.Module):
-    """Two native layers with different experts, the second with a residual branch."""
-
-    def __init__(self, ep: int) -> None:
-        super().__init__()
-        from deepspeed.moe.layer import MoE
-
-        gate: dict[str, Any] = {
-            "ep_size": ep,
-            "k": 1,
-            "capacity_factor": 4.0,
-            "min_capacity": 0,
-            "use_rts": False,
-            "noisy_gate_policy": None,
-        }
-        wide = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
-        deep = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6))
-        self.embed = nn.Embedding(VOCAB, 6)
-        self.first = MoE(6, wide, num_experts=EXPERTS, **gate)
-        self.between = nn.Linear(6, 6)
-        self.second = MoE(6, deep, num_experts=2 * EXPERTS, use_residual=True, **gate)
-        self.head = nn.Linear(6, VOCAB)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        x = self.embed(input_ids)
-        y, first, _ = self.first(x)
-        x = self.between(x + y)
-        y, second, _ = self.second(x)
-        logits = self.head(x + y).float().view(-1, VOCAB)
-        loss = functional.cross_entropy(logits, labels.view(-1))
-        total: torch.Tensor = loss + 0.01 * (first + second)
-        return total
 
 
 def _mixtral() -> nn.Module:
@@ -114,12 +83,20 @@ def _engine(recipe: MixRecipe, seed: int, *, load_universal: bool = False) -> An
     if recipe.native:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        model: nn.Module = NativeMixture(recipe.ep)
+        let_gloo_gather_tokens()
+        mpu = MegatronGrid(recipe.tp) if recipe.tp > 1 else None
+        model: nn.Module = NativeMixture(recipe, mpu)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        arguments["mpu"] = mpu
         arguments["model_parameters"] = split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(model.parameters()), "name": "parameters"}
+            {"params": trained, "name": "parameters"}
         )
     else:
         model = _mixtral()
+        if recipe.frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not name.endswith("experts.down_proj"))
+            arguments["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
         config["expert_parallel"] = {
             "enabled": True,
             "autoep_size": recipe.ep,
@@ -133,7 +110,7 @@ def _engine(recipe: MixRecipe, seed: int, *, load_universal: bool = False) -> An
 
 
 def _run(engine: Any, recipe: MixRecipe, steps: range) -> list[float]:
-    rank = groups.get_data_parallel_rank() if recipe.tp > 1 else distributed.get_rank()
+    rank = distributed.get_rank() // recipe.tp
     losses = []
     for step in steps:
         input_ids, labels = batch(step, rank, recipe.dp)
@@ -191,6 +168,8 @@ def _saved(engine: Any, recipe: MixRecipe, folder: Path | None) -> Mixed:
 @dataclass(frozen=True, slots=True)
 class _Report:
     tp: int
+    cut: bool
+    """Whether tensor ranks have parts of native experts."""
     ep_ranks: dict[str, tuple[int, int]]
     """Prefix of the names of experts -> EP rank of this process, experts on it."""
     shapes: dict[str, tuple[int, ...]]
@@ -206,7 +185,8 @@ def _held(engine: Any, recipe: MixRecipe) -> tuple[States, dict[str, torch.Tenso
         with deepspeed.zero.GatheredParameters(partitioned):
             runs.append((name, "weight", 0, parameter.detach().float().flatten().clone()))
     mine = _Report(
-        tp=groups.get_tensor_model_parallel_rank() if recipe.tp > 1 else 0,
+        tp=distributed.get_rank() % recipe.tp,
+        cut=recipe.cut_experts,
         ep_ranks=_ep_ranks(engine.module),
         shapes={name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()},
         runs=runs,
@@ -245,7 +225,7 @@ def _join(reports: list[_Report]) -> States:
         parts = [held[key] for key in sorted(held)]
         if any(bool(part.isnan().any()) for part in parts):
             raise RuntimeError(f"{name}/{state}: some elements are held by no rank")
-        full[name][state] = _cat(name, parts)
+        full[name][state] = _cat(name, parts, cut=reports[0].cut)
     return dict(full)
 
 
@@ -254,16 +234,19 @@ def _key(name: str, one: _Report) -> tuple[str, tuple[int, int]]:
     for prefix, (ep_rank, local) in one.ep_ranks.items():
         if name.startswith(prefix) and prefix.endswith(_NATIVE):
             number, _, rest = name.removeprefix(prefix).partition(".")
-            return f"{prefix}{ep_rank * local + int(number)}.{rest}", (0, 0)
+            return f"{prefix}{ep_rank * local + int(number)}.{rest}", (0, one.tp if one.cut else 0)
         if name.startswith(prefix):
             return name, (ep_rank, 0)
     return name, (0, one.tp)
 
 
-def _cat(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+def _cat(name: str, parts: list[torch.Tensor], *, cut: bool) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
-    if ".experts." in name or any(word in name for word in ("q_proj", "k_proj", "v_proj")):
+    if is_cut(name, cut_experts=cut):
+        return torch.cat(parts, 1 if name.endswith("down.weight") else 0)
+    fused = ".experts." in name and _NATIVE not in name
+    if fused or any(word in name for word in ("q_proj", "k_proj", "v_proj")):
         return torch.cat(parts, 0)
     if "o_proj" in name:
         return torch.cat(parts, 1)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipeRecipe:
-    """A pipeline: its degrees and its ZeRO stage."""
+    """A pipeline: its degrees and its ZeRO stage; `ep` is of one with experts."""
 
     pp: int
     tp: int = 1
     dp: int = 1
     stage: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -20,7 +21,7 @@ class PipeRecipe:
         return self.pp * self.tp * self.dp
 
     def __str__(self) -> str:
-        return f"pp{self.pp} tp{self.tp} dp{self.dp}"
+        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class MixRecipe:
         Whether it is a native DeepSpeed MoE instead of a Mixtral under AutoEP.
     data_first
         ``use_data_before_expert_parallelism``.
+    cut_experts
+        Of native experts with several tensor ranks, whether each rank has a part of every expert
+        (``enable_expert_tensor_parallelism``).
+    frozen
+        Whether some matrices of experts are not trained.
     """
 
     world: int
@@ -50,6 +56,8 @@ class MixRecipe:
     dtype: str = "fp32"
     native: bool = False
     data_first: bool = False
+    cut_experts: bool = False
+    frozen: bool = False
 
     @property
     def dp(self) -> int:

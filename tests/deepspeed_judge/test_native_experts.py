@@ -8,8 +8,8 @@ must be the same: exactly on the same topology, else within the noise of re-orde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ import reshard
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
 from reshard.formats.registry import open_checkpoint
+from reshard.formats.stated_layouts import read_stated_layouts
 from scripts.deepspeed_lab.results import Mixed
 from scripts.deepspeed_lab.topologies import MixRecipe
 from tests.deepspeed_judge.judge import SEED, Judge, differences
@@ -30,6 +31,13 @@ SOURCES: dict[str, MixRecipe] = {
     "ep2 data first bf16": MixRecipe(world=4, ep=2, stage=2, dtype="bf16", data_first=True),
     "ep2 folded tp2": MixRecipe(world=4, ep=2, tp=2),
     "native ep2": MixRecipe(world=2, ep=2, native=True),
+    "native over tp2": MixRecipe(world=4, ep=2, tp=2, native=True),
+    "native cut by tp2": MixRecipe(world=4, ep=2, tp=2, native=True, cut_experts=True),
+    "native frozen zero2": MixRecipe(world=4, ep=2, tp=2, stage=2, native=True, frozen=True),
+    "frozen": MixRecipe(world=2, ep=2, frozen=True),
+    "zero0 bf16": MixRecipe(world=2, ep=2, stage=0, dtype="bf16"),
+    "zero0 folded tp2": MixRecipe(world=4, ep=2, tp=2, stage=0),
+    "native zero0": MixRecipe(world=2, ep=2, stage=0, native=True),
 }
 
 PAIRS: list[tuple[str, MixRecipe]] = [
@@ -50,7 +58,30 @@ PAIRS: list[tuple[str, MixRecipe]] = [
     ("native ep2", MixRecipe(world=4, ep=4, native=True)),
     ("native ep2", MixRecipe(world=2, ep=1, stage=2, native=True)),
     ("native ep2", MixRecipe(world=4, ep=2, native=True)),
+    ("native over tp2", SOURCES["native over tp2"]),
+    ("native over tp2", MixRecipe(world=2, ep=1, stage=2, native=True)),
+    ("native over tp2", MixRecipe(world=4, ep=4, tp=2, stage=0, native=True)),
+    ("native cut by tp2", SOURCES["native cut by tp2"]),
+    ("native cut by tp2", MixRecipe(4, 1, 2, stage=0, native=True, cut_experts=True)),
+    ("native cut by tp2", MixRecipe(world=2, ep=2, native=True)),
+    ("native frozen zero2", SOURCES["native frozen zero2"]),
+    ("native frozen zero2", MixRecipe(world=2, ep=1, stage=0, native=True, frozen=True)),
+    ("frozen", MixRecipe(world=4, ep=4, stage=2, frozen=True)),
+    ("zero0 bf16", SOURCES["zero0 bf16"]),
+    ("zero0 bf16", MixRecipe(world=4, ep=4, stage=3, dtype="bf16")),
+    ("zero0 folded tp2", SOURCES["zero0 folded tp2"]),
+    ("zero0 folded tp2", MixRecipe(world=2, ep=2, stage=0)),
+    ("ep2", MixRecipe(world=4, ep=4, stage=0)),
+    ("native zero0", SOURCES["native zero0"]),
+    ("native zero0", MixRecipe(world=2, ep=1, stage=1, native=True)),
 ]
+
+STATED = """
+[layouts]
+'^(?!OWNER\\.(up|down\\.weight)).*' = "replicated"
+'OWNER\\.up\\..*' = "column_parallel"
+'OWNER\\.down\\.weight' = "row_parallel"
+"""
 
 Run = tuple[Mixed, Path]
 
@@ -70,7 +101,7 @@ def trained(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return train
 
 
-def options(recipe: MixRecipe) -> dict[str, int]:
+def options(recipe: MixRecipe) -> dict[str, Any]:
     return {"stage": recipe.stage, "dp": recipe.dp, "tp": recipe.tp, "ep": recipe.ep}
 
 
@@ -92,10 +123,9 @@ def test_deepspeed_loads_experts_and_goes_on(
     ]
     assert differences(*weights) == []
     limit = 0.0 if target == SOURCES[source] else 1e-3 if target.dtype == "bf16" else 5e-6
-    if target.native and target.world != SOURCES[source].world:
+    if target.native and target.dp != SOURCES[source].dp:
         # the balance loss is of each rank's own rows; DeepSpeed says itself how much that does
-        recipe = replace(SOURCES[source], world=target.world)
-        anew = judge.lab.run("train_mixture", recipe, tmp_path / "n", SEED, world=recipe.world)
+        anew = judge.lab.run("train_mixture", target, tmp_path / "n", SEED, world=target.world)
         limit = 3 * spread(before.losses, anew.losses)
     assert spread(before.losses, after.losses) <= limit
 
@@ -124,11 +154,30 @@ def test_experts_that_cannot_be_spread_are_refused(trained: Callable[[str], Run]
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=1, dp=3, ep=3))
     with pytest.raises(UnsupportedError, match="no such experts with several tensor ranks"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=1, dp=2, tp=2))
-    with pytest.raises(UnsupportedError, match="ZeRO-1, 2 and 3 only"):
-        lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=0, dp=2, ep=2))
+    frozen = open_checkpoint(trained("frozen")[1])
+    with pytest.raises(UnsupportedError, match=r"no frozen experts under ZeRO-3: .*experts\.w"):
+        lay_out_deepspeed(frozen, tag="t", options=NativeOptions(stage=3, dp=2, ep=2))
     native = open_checkpoint(trained("native ep2")[1])
     with pytest.raises(UnsupportedError, match=r"own MoE layers .* under which DeepSpeed trains"):
         lay_out_deepspeed(native, tag="t", options=NativeOptions(stage=3, dp=2, ep=2))
+
+
+@pytest.mark.parametrize("cut_experts", [False, True], ids=["whole", "cut"])
+def test_a_stated_layout_decides_over_tensor_ranks(
+    cut_experts: bool, judge: Judge, trained: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """One tensor rank says nothing of cuts; experts are whole unless the user states their cut."""
+    before, folder = trained("native ep2")
+    owner = r"(between|second\.mlp\.1|.*deepspeed_experts.*)" if cut_experts else "between"
+    stated = tmp_path / "layout.toml"
+    stated.write_text(STATED.replace("OWNER", owner))
+    target = MixRecipe(4, 2, 2, native=True, cut_experts=cut_experts)
+    out = converted(folder, tmp_path / "o", **options(target), layouts=read_stated_layouts(stated))
+    after: Mixed = judge.lab.run(
+        "resume_mixture_natively", target, out, SEED + 1, world=target.world
+    )
+    assert differences(before.full, after.full) == []
+    assert spread(before.losses, after.losses) <= 5e-6
 
 
 def test_native_experts_there_and_back_are_equal(

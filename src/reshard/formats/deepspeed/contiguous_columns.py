@@ -37,7 +37,7 @@ from reshard.formats.deepspeed.experts import AutoEP, ExpertLayer
 from reshard.formats.deepspeed.folding import Folding, read_folding
 from reshard.formats.deepspeed.grid import Degrees, require_one_value
 from reshard.formats.deepspeed.module import ModuleTensor
-from reshard.formats.deepspeed.native_moe import is_native
+from reshard.formats.deepspeed.native_moe import NativeLayer, is_native
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import Buffer, Part, Partitions
 from reshard.formats.deepspeed.rank_order import Holders, fused_check, native_check, tell_order
@@ -122,9 +122,7 @@ class _Columns:
         if layers and self.experts.autoep is not None:
             return self._fused(column, group, names, layers, self.experts.autoep)
         if is_native_group(names, file):
-            ep = self._degree(group, own)
-            pool = [Part(rank, group) for rank in own]
-            return self._native_buffers(column, group, [names] * ep, pool)
+            return self._native(column, group, names, own)
         return [dense_buffer(group, names, own, column)]
 
     # ----- fused experts
@@ -209,16 +207,42 @@ class _Columns:
 
     # ----- native experts
 
+    def _native(
+        self, column: int, group: int, names: Shapes, own: Sequence[OptimizerStates]
+    ) -> list[Buffer]:
+        """The buffers of a column; spread experts are filed with the first column of the stage."""
+        if not self.experts.native_are_spread:
+            ep = self._degree(group, own)
+            pool = [Part(rank, group) for rank in own]
+            return self._native_buffers(column, group, [names] * ep, pool)
+        tp = self.degrees.tp
+        first = column - column % tp
+        mates = range(first, first + tp)
+        listed = {self.columns[mate].file: self._names_of(mate, group) for mate in mates}
+        require_one_value(listed, f"the experts of group {group}")
+        if column != first:
+            return []
+        ranks = [self.ranks[d, mate] for d in range(self.degrees.dp) for mate in mates]
+        ep = self._degree(group, ranks)
+        pool = [Part(rank, group) for rank in ranks]
+        buffers = self._native_buffers(0, group, [names] * ep, pool, stage=first // tp)
+        self.found.over_world |= {name for b in buffers for name in b.names.values()}
+        return buffers
+
     def _degree(self, group: int, own: Sequence[OptimizerStates]) -> int:
         ep = native_degree(group, own)
         self.native_ep = max(self.native_ep, ep)
         return ep
 
     def _native_holders(
-        self, column: int, group: int, shapes: Sequence[Shapes], pool: Sequence[Part]
+        self,
+        column: int,
+        group: int,
+        shapes: Sequence[Shapes],
+        pool: Sequence[Part],
+        layers: Sequence[NativeLayer],
     ) -> list[tuple[Part, ...]]:
         ep, what = len(shapes), next(iter(shapes[0]), f"group {group}")
-        layers = self.experts.native[column // self.degrees.tp]
 
         def lay_out(holders: Holders) -> list[Buffer]:
             return native_buffers(group, shapes, list(holders), column, layers)
@@ -230,10 +254,15 @@ class _Columns:
         return unfolded_holders(pool, ep, data_first=data_first, what=what)
 
     def _native_buffers(
-        self, column: int, group: int, shapes: Sequence[Shapes], pool: Sequence[Part]
+        self,
+        column: int,
+        group: int,
+        shapes: Sequence[Shapes],
+        pool: Sequence[Part],
+        stage: int | None = None,
     ) -> list[Buffer]:
-        holders = self._native_holders(column, group, shapes, pool)
-        layers = self.experts.native[column // self.degrees.tp]
+        layers = self.experts.native[column // self.degrees.tp if stage is None else stage]
+        holders = self._native_holders(column, group, shapes, pool, layers)
         return native_buffers(group, shapes, holders, column, layers)
 
     # ----- checkpoints that list no parameters
@@ -273,6 +302,6 @@ class _Columns:
         weights |= weights_of(self.layers, column % self.degrees.tp)
         for layer in self.experts.native[column // self.degrees.tp]:
             for by_rank in layer.experts.values():
-                path, tensors = by_rank[column]
+                path, tensors = next(iter(by_rank.values())) if layer.is_spread else by_rank[column]
                 weights |= {name: (path, record) for name, record in tensors.items()}
         return weights

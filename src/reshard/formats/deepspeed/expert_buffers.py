@@ -358,10 +358,7 @@ def _require_weights(buffer: Buffer, layers: Mapping[str, NativeLayer]) -> None:
     for local, shape in buffer.shapes.items():
         name = buffer.names[local]
         prefix, expert, _ = split_name(name)
-        held = layers[prefix].experts[expert].get(buffer.column)
-        if held is None:
-            continue
-        path, tensors = held
+        path, tensors = layers[prefix].file_of(expert, buffer.column)
         record = tensors.get(name)
         if record is None or record.shape != tuple(shape):
             raise CheckpointError(

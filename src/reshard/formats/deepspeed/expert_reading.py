@@ -75,6 +75,23 @@ class Experts:
         """The layer of every fused parameter."""
         return {} if self.autoep is None else self.autoep.by_name
 
+    def names(self) -> Iterator[str]:
+        """All tensors of experts, native ones by their global names."""
+        yield from self.fused
+        for layer in (layer for stage in self.native for layer in stage):
+            for by_rank in layer.experts.values():
+                yield from next(iter(by_rank.values()))[1]
+
+    @property
+    def native_are_cut(self) -> bool:
+        """Whether tensor ranks have parts of every native expert."""
+        return self.tp > 1 and any(not one.is_spread for stage in self.native for one in stage)
+
+    @property
+    def native_are_spread(self) -> bool:
+        """Whether native experts are whole, and spread over several tensor ranks."""
+        return any(one.is_spread for stage in self.native for one in stage)
+
     def stage_of(self, layer: ExpertLayer) -> int:
         """The pipeline stage that has an AutoEP layer."""
         columns = self.autoep.columns[layer.prefix] if self.autoep else frozenset((0,))
@@ -257,14 +274,19 @@ def leftover_native(
         for by_rank in layer.experts.values():
             first = next(iter(by_rank.values()))[1]
             for name in first:
-                if name not in trained:
+                if name in trained:
+                    continue
+                if layer.is_spread:
+                    path, tensors = next(iter(by_rank.values()))
+                    shards = {0: whole_shard(tensors[name], [(tensors[name], path)])}
+                else:
                     shards = {
                         mp: whole_shard(tensors[name], [(tensors[name], path)])
                         for mp, (path, tensors) in by_rank.items()
                         if name in tensors
                     }
-                    role = Role.BUFFER if _kind(name) in marks else Role.FROZEN
-                    yield ModuleTensor(name, role, shards)
+                role = Role.BUFFER if _kind(name) in marks else Role.FROZEN
+                yield ModuleTensor(name, role, shards, over_world=layer.is_spread)
 
 
 def _kind(name: str) -> tuple[str, str]:

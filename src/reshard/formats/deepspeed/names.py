@@ -126,6 +126,11 @@ def expert_file_name(layer: int, expert: int, mp: int) -> str:
     return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
+def expert_optimizer_file_name(ep_rank: int, mp: int) -> str:
+    """Name of the optimizer file of an EP rank without ZeRO."""
+    return f"expp_rank_{ep_rank}_mp_rank_{mp:02d}_optim_states.pt"
+
+
 def layer_file_name(layer: int, tp: int | None) -> str:
     """Name of the file of a pipeline layer; `tp` is None without a tensor-parallel axis."""
     rank = "" if tp is None else f"model_{tp:02d}-"

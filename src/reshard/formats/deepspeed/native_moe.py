@@ -10,6 +10,12 @@ files use global numbers. Expert `l` of EP rank `r`, with `L` experts a rank, is
 What no optimizer trains (frozen parameters and buffers of experts) is in the expert files only,
 under its global name already.
 
+With several tensor ranks there are two kinds. By default an expert is whole, and expert-parallel
+groups run over all ranks, whatever their tensor rank (the layers are *spread*): an expert has one
+file, of the tensor rank that has it. With `enable_expert_tensor_parallelism` every tensor rank has
+expert-parallel groups of its own and a part of each expert, and every expert has as many files as
+there are tensor ranks.
+
 Source: `moe/layer.py`, `moe/experts.py`, `engine.py` (`_save_moe_checkpoint`), DeepSpeed 0.12 to
 0.19.
 """
@@ -28,6 +34,10 @@ from reshard.formats.deepspeed.expert_files import (
 from reshard.formats.deepspeed.names import expert_file_name
 from reshard.formats.torch_archive import TensorRecord
 
+EXPERTS_ARE_CUT = "experts_are_cut"
+"""Key of the extra that says whether tensor ranks have parts of every native expert, or experts are
+whole and spread over all ranks; absent where there is one tensor rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
@@ -42,20 +52,28 @@ class NativeLayer:
     experts
         Global number of an expert -> model-parallel rank -> path and tensors by *global* name, in
         the order of the module.
+    is_spread
+        Whether every expert is whole on one of several tensor ranks.
     """
 
     number: int
     prefix: str
     experts: Mapping[int, Mapping[int, tuple[str, Mapping[str, TensorRecord]]]]
+    is_spread: bool = False
 
     @property
     def num_experts(self) -> int:
         """Number of experts of the layer."""
         return len(self.experts)
 
+    def file_of(self, expert: int, mp: int) -> tuple[str, Mapping[str, TensorRecord]]:
+        """Path and tensors of an expert: those of a column, or the only ones where it is spread."""
+        held = self.experts[expert]
+        return next(iter(held.values())) if self.is_spread else held[mp]
+
     def suffixes(self, mp: int) -> list[str]:
         """Names of an expert's tensors without prefix and number, in the order of the module."""
-        _, tensors = self.experts[0][mp]
+        _, tensors = self.file_of(0, mp)
         return [split_name(name)[2] for name in tensors]
 
 
@@ -125,11 +143,13 @@ def _read_layer(
 ) -> NativeLayer:
     held = {expert: found for (layer, expert), found in files.items() if layer == number}
     total = max(held, default=0) + 1 if count is None else count
+    is_spread = len(ranks) > 1 and all(len(found) == 1 for found in held.values())
     experts: dict[int, dict[int, tuple[str, Mapping[str, TensorRecord]]]] = {}
     prefixes: set[str] = set()
     for expert in range(total):
         by_rank = {file.mp: file.path for file in held.get(expert, ())}
-        for mp in ranks:
+        wanted = [mp for mp in ranks if mp in by_rank][:1] or ranks[:1] if is_spread else ranks
+        for mp in wanted:
             if mp not in by_rank:
                 raise _missing(folder, number, expert, mp, total)
             tensors = tensors_of(by_rank[mp])
@@ -145,13 +165,13 @@ def _read_layer(
     if extra or len(prefixes) != 1:
         raise CheckpointError(
             "expert files that do not belong to one layer",
-            file=extra[0] if extra else experts[0][ranks[0]][0],
+            file=extra[0] if extra else next(iter(experts[0].values()))[0],
             expected=f"experts 0 to {total - 1} of one module, of mp ranks "
             + ", ".join(map(str, ranks)),
             found=sorted(prefixes),
             next_step="some of them are left over from another run; move them away",
         )
-    return NativeLayer(number, prefixes.pop(), experts)
+    return NativeLayer(number, prefixes.pop(), experts, is_spread)
 
 
 def _missing(folder: object, layer: int, expert: int, mp: int, total: int) -> MissingFileError:

@@ -19,7 +19,7 @@ Source: `runtime/pipe/module.py` (`ckpt_layer_path`, `save_state_dict`, `_build`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,13 +80,13 @@ class LayerContents:
 
     Parameters
     ----------
-    untrained
-        Their tensors that no optimizer trains.
+    weights
+        Their tensors that are not masters in an optimizer file.
     pipeline
         The layers and the stages; None when there is no pipeline.
     """
 
-    untrained: list[ModuleTensor]
+    weights: list[ModuleTensor]
     pipeline: Pipeline | None
 
 
@@ -95,6 +95,8 @@ def read_layers(
     columns: Sequence[ModelStates],
     tp: int,
     folder: Path,
+    *,
+    partitioned: bool = True,
 ) -> LayerContents:
     """Demand every layer file, and return what they hold.
 
@@ -108,6 +110,8 @@ def read_layers(
         The tensor-parallel degree.
     folder
         Where a missing file is to be.
+    partitioned
+        Whether trained parameters are in the flat buffers of ZeRO; else they are in the layers.
 
     Raises
     ------
@@ -126,7 +130,7 @@ def read_layers(
     tied = _tied_layers(opened, names)
     _require_listed(opened, names, tied, tp, folder)
     return LayerContents(
-        list(_untrained(opened, names, tied)),
+        list(_weights(opened, names, tied, set(names.shapes) if partitioned else set())),
         Pipeline(tuple(_layers(opened, tied)), tuple(_stages(columns[::tp]))),
     )
 
@@ -310,18 +314,18 @@ def _require_tensor(name: str, file: LayerFile, local: str, shape: Shape | None)
         )
 
 
-# --------------------------------------------------------------------------- what is not trained
+# --------------------------------------------------------------------------- weights
 
 
-def _untrained(
-    opened: Iterable[LayerFile], names: _Names, tied: Mapping[int, str]
+def _weights(
+    opened: Iterable[LayerFile], names: _Names, tied: Mapping[int, str], elsewhere: Container[str]
 ) -> Iterator[ModuleTensor]:
     held: dict[str, dict[int, list[tuple[TensorRecord, str]]]] = {}
     for file in opened:
         owner = tied.get(file.layer, str(file.layer))
         for local, record in file.tensors.items():
             name = f"{owner}.{local}"
-            if name not in names.shapes:
+            if name not in elsewhere:
                 held.setdefault(name, {}).setdefault(file.tp, []).append((record, file.path))
     for name, ranks in held.items():
         shards: dict[int, ModuleShard] = {

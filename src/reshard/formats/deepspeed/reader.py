@@ -53,6 +53,7 @@ from reshard.formats.deepspeed.module import (
     zero3_tensors,
 )
 from reshard.formats.deepspeed.names import FileKind
+from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT
 from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
@@ -70,8 +71,7 @@ from reshard.formats.deepspeed.tensor_parallel import read_layouts
 from reshard.formats.deepspeed.unlisted import copy_of
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
-    add_unsharded_experts,
-    require_one_column,
+    read_unsharded_experts,
 )
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.dtypes import DType
@@ -191,11 +191,12 @@ class _Reading:
             self.columns,
             self.degrees.tp,
             self.inventory.folder.path,
+            partitioned=bool(self.ranks),
         )
-        self.layers, self.pipeline = read.untrained, read.pipeline
+        self.layers, self.pipeline = read.weights, read.pipeline
         # for layouts, what is in layer files only is as good as in the model-state file
         columns = [self._with_layers(column) for column in self.columns]
-        self.layouts = read_layouts(columns, self.degrees.tp, self.stated)
+        self.layouts = read_layouts(columns, self.degrees.tp, self.stated, self.experts.names())
         return Governor(self.layouts, self.degrees.tp, self.columns[0].file, self.experts.fused)
 
     def _with_layers(self, column: ModelStates) -> ModelStates:
@@ -226,8 +227,6 @@ class _Reading:
             )
 
     def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
-        if self.experts.present:
-            require_one_column(self.columns)
         read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
         self.scalars |= read.scalars
         if self.pipeline is not None:
@@ -235,19 +234,24 @@ class _Reading:
                 self.found.groups,
                 {name: {c // self.degrees.tp for c in held} for name, held in read.columns.items()},
             )
-        for state, tensors in read.tensors.items():
+        self._add_states_of_module(read.tensors, governor)
+        if self.experts.present:
+            of_experts = read_unsharded_experts(
+                self.inventory, self.columns, self.experts, self.found
+            )
+            self.native_ep = of_experts.ep
+            self.scalars |= of_experts.scalars
+            self.tensors |= {tensor.key: tensor for tensor in of_experts.fused}
+            self._add_states_of_module(of_experts.native, governor)
+
+    def _add_states_of_module(
+        self, states: Mapping[str, list[ModuleTensor]], governor: Governor
+    ) -> None:
+        """States that every column keeps whole shards of, by name of the state."""
+        for state, tensors in states.items():
             governed = governor.govern_module(tensors)
             for tensor in tensors:
                 self._add_whole(tensor, state, governed[tensor.name], Role.PARAMETER)
-        if self.experts.present:
-            self.native_ep = add_unsharded_experts(
-                self.inventory,
-                self.columns[0],
-                self.experts,
-                self.tensors,
-                self.scalars,
-                self.found,
-            )
 
     # ----- trained parameters
 
@@ -384,7 +388,8 @@ class _Reading:
         """Fused experts that no optimizer file has, from their own files."""
         if self.stage == 3:
             return
-        for tensor in leftover_fused(self.experts, self.found.shards, self._trained()):
+        found = {name for name, state in self.tensors if state == MASTER}
+        for tensor in leftover_fused(self.experts, found, self._trained()):
             self.tensors[tensor.key] = tensor
 
     # ----- the result
@@ -400,6 +405,8 @@ class _Reading:
             extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
         if self.pipeline is not None:
             extras[PIPELINE] = Extra(self.pipeline)
+        if self.degrees.tp > 1 and any(self.experts.native):
+            extras[EXPERTS_ARE_CUT] = Extra(self.experts.native_are_cut)
         extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)
         restore_keys = governor.restore_keys
         if restore_keys:

@@ -26,7 +26,7 @@ Source: `checkpoint/constants.py`, `module_inject/layers.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -113,7 +113,10 @@ class StoredMaps(LayoutSource):
 
 
 def read_layouts(
-    columns: Sequence[ModelStates], degree: int, stated: StatedLayouts | None = None
+    columns: Sequence[ModelStates],
+    degree: int,
+    stated: StatedLayouts | None = None,
+    experts: Iterable[str] = (),
 ) -> Layouts:
     """The sources of layouts of a checkpoint, after all their objections have been heard.
 
@@ -125,6 +128,8 @@ def read_layouts(
         Number of tensor ranks.
     stated
         What the user states.
+    experts
+        Names of experts, which a rule may mean although no model-state file has them.
 
     Raises
     ------
@@ -142,7 +147,7 @@ def read_layouts(
     if degree == 1:
         sources.append(OneShard())
     layouts = Layouts(tuple(sources), degree, columns[0].file)
-    layouts.require_used(_names(columns))
+    layouts.require_used(_names(columns).union(experts))
     shapes = parameter_shapes(columns)
     return replace(layouts, notes=tuple(layouts.require_clear(shapes)), shapes=shapes)
 

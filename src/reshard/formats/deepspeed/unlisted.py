@@ -145,7 +145,7 @@ def in_module_order(
     for layer in sorted(layers, key=lambda layer: layer.number):
         local = layer.num_experts // ep
         for number in range(local):
-            _, tensors = layer.experts[ep_rank * local + number][mp]
+            _, tensors = layer.file_of(ep_rank * local + number, mp)
             for suffix, record in zip(layer.suffixes(mp), tensors.values(), strict=True):
                 listed[f"{layer.prefix}{number}.{suffix}"] = record
     return listed

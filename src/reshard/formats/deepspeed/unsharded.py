@@ -80,7 +80,7 @@ def read_unsharded(
     UnsupportedError
         When the masters are flat buffers.
     """
-    if layers:
+    if layers and not _lists_names(columns):
         _require_untied(layers)
     held: dict[str, dict[int, tuple[ModelStates, Numbered]]] = {}
     for rank in range(degrees.tp):
@@ -92,7 +92,8 @@ def read_unsharded(
             if not entry.is_expert
         ]
         weights = _weights(stages[0], rank, layers, aliases)
-        names = _names(stages, weights, [entry for _, entry in entries])
+        listed = [stated for model in stages for stated in _listed_dense(model)]
+        names = _names(stages, weights, [entry for _, entry in entries], listed)
         for name, (model, entry) in zip(names, entries, strict=True):
             _require_weight(name, entry, model.file, weights[name])
             found.name_group(entry.group, name)
@@ -159,19 +160,27 @@ def _lists_names(columns: Sequence[ModelStates]) -> bool:
     return all(model.param_shapes is not None for model in columns)
 
 
+def _listed_dense(model: ModelStates) -> list[tuple[int, str, Shape]]:
+    """Group, name and shape of all that `param_shapes` lists, groups of experts left out."""
+    experts = {entry.group for entry in read_numbered(model.archive) if entry.is_expert}
+    return [
+        (group, name, shape)
+        for group, shapes in enumerate(model.param_shapes or ())
+        for name, shape in shapes.items()
+        if group not in experts
+    ]
+
+
 def _names(
-    stages: Sequence[ModelStates], weights: Weights, numbered: Sequence[Numbered]
+    stages: Sequence[ModelStates],
+    weights: Weights,
+    numbered: Sequence[Numbered],
+    stated: Sequence[tuple[int, str, Shape]],
 ) -> list[str]:
     """The names of the numbered parameters: as `param_shapes` lists them, else as they fit."""
     if not _lists_names(stages):
         candidates = [(name, record.shape) for name, (_, record) in weights.items()]
         return assign_among(candidates, numbered, stages[0].file)
-    stated = [
-        (group, name, shape)
-        for model in stages
-        for group, shapes in enumerate(model.param_shapes or ())
-        for name, shape in shapes.items()
-    ]
     fits = len(stated) == len(numbered) and all(
         entry.group == group and entry.shape in (None, shape) and name in weights
         for entry, (group, name, shape) in zip(numbered, stated, strict=True)

@@ -10,7 +10,7 @@ of a shard is its first rows, a prefix of its bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from reshard.errors import LayoutError
@@ -49,6 +49,23 @@ class Cut:
     def real_numel(self, column: int) -> int:
         """Elements of a column's shard that are not padding."""
         return prod(self.map.shard_shapes[column])
+
+
+def moved(cut: Cut, by: int) -> Cut:
+    """The same cut, for columns that are numbered from `by` on."""
+    target = cut.map
+    pieces = {
+        column + by: tuple(
+            replace(piece, locations=tuple(place + by for place in piece.locations))
+            for piece in held
+        )
+        for column, held in target.pieces_by_rank.items()
+    }
+    shapes = {column + by: shape for column, shape in target.shard_shapes.items()}
+    return Cut(
+        ParamAffineMap(target.logical_shape, shapes, pieces),
+        {column + by: shape for column, shape in cut.shapes.items()},
+    )
 
 
 def padded_cut(shape: Shape, widths: Sequence[int]) -> Cut:

@@ -1,4 +1,4 @@
-"""The expert files of ZeRO-1 and 2: the weights of one expert of one layer each.
+"""The expert files below ZeRO-3: the weights of one expert of one layer each.
 
 Theory. Below ZeRO-3 experts are left out of the model-state file, because every EP rank would write
 others under the same names. Each has a file of its own, under its number in the whole layer, so the
@@ -10,16 +10,17 @@ Source: `engine.py` (`_save_moe_checkpoint`, `load_moe_state_dict`), DeepSpeed 0
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from reshard.formats.deepspeed.names import expert_file_name
 from reshard.formats.deepspeed.native_moe import split_name
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
-from reshard.formats.deepspeed.writing.expert_grid import ExpertBlock, ExpertGrid
+from reshard.formats.deepspeed.writing.expert_blocks import ExpertBlock
 from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
-from reshard.formats.deepspeed.writing.model_files import Column
+from reshard.formats.deepspeed.writing.model_files import Column, weight
 from reshard.formats.target import OutputFile
-from reshard.layouts.builders import contiguous_split_map, replicated_map
+from reshard.layouts.builders import contiguous_split_map
 
 
 def expert_files(column: Column) -> Iterator[OutputFile]:
@@ -27,32 +28,24 @@ def expert_files(column: Column) -> Iterator[OutputFile]:
     if column.experts is None or column.options.stage == 3:
         return
     shelf, grid = ArchiveShelf(), column.experts
+    # with several tensor ranks each column writes only the experts that its own ranks have
+    holders = grid.first_holders(column.tp)
     for block in grid.blocks:
         for expert in range(block.num_experts):
-            writer = _writer(column, grid, expert * grid.ep // block.num_experts)
-            if writer is None:
+            ep_rank = expert * grid.ep // block.num_experts
+            if ep_rank not in holders:
                 continue
             bulk = Bulk()
             if grid.is_native:
-                root = dict(_native(column, block, expert, bulk))
+                root = dict(_native(replace(column, ep_rank=ep_rank), block, expert, bulk))
             else:
                 root = {
                     f"{name}.{expert}": _expert(column, name, expert, shape, bulk)
                     for name, shape in block.shapes.items()
                 }
-            if grid.tp > 1:
-                root[FOLDING] = writer.of_an_expert()
+            if grid.is_folded:
+                root[FOLDING] = Writer(grid, holders[ep_rank], column.tp).of_an_expert()
             yield shelf.file(expert_file_name(block.number, expert, column.mp), root, bulk, None)
-
-
-def _writer(column: Column, grid: ExpertGrid, ep_rank: int) -> Writer | None:
-    """The rank of a column that writes the experts of an EP rank; None when it has none.
-
-    With several tensor ranks each column writes only the experts that its own ranks have.
-    """
-    holders = (rank for rank in range(grid.dp) if grid.place(rank, column.tp)[0] == ep_rank)
-    first = next(holders, None)
-    return None if first is None else Writer(grid, first, column.tp)
 
 
 def _expert(column: Column, name: str, expert: int, shape: tuple[int, ...], bulk: Bulk) -> object:
@@ -67,10 +60,7 @@ def _expert(column: Column, name: str, expert: int, shape: tuple[int, ...], bulk
 def _native(
     column: Column, block: ExpertBlock, expert: int, bulk: Bulk
 ) -> Iterator[tuple[str, object]]:
-    """The parameters of one expert, under its number in the layer."""
-    contents = column.contents
-    for name, shape in block.shapes.items():
+    """What the column has of one expert, under its number in the layer."""
+    for name in block.shapes:
         if split_name(name)[1] == expert:
-            stored, dtype = contents.checkpoint.tensors[name, MASTER].dtype, contents.dtypes[name]
-            whole = replicated_map(shape, 1)
-            yield name, bulk.shard((name,), (name, MASTER), dtype, shape, whole, 0, stored)
+            yield name, weight(column, name, (name,), bulk)

@@ -10,34 +10,38 @@ experts are spread over all of them as over one pool (`folded`): `D * tp + T` is
 here.
 
 DeepSpeed's own MoE layers keep a parameter an expert instead (`native_experts`): each is whole on
-one EP rank. They stand in the same grid.
+one EP rank. They stand in the same grid. Only with ``enable_expert_tensor_parallelism`` every
+tensor rank has EP groups of its own, and its part of every expert.
 
 Experts are in parameter groups of their own, marked `moe` and named after the degree. Below ZeRO-3
 the weights of each expert are a file; under ZeRO-3 there are only the rank files, and the optimizer
 file tells which ranks share each sub-group, which DeepSpeed compares when it loads.
 
-Sources: `engine.py` (`_save_moe_checkpoint`), `utils/groups.py`, `stage3.py`
-(`_zero3_partition_group_metadata`), DeepSpeed 0.19.8.
+Sources: `engine.py` (`_save_moe_checkpoint`), `utils/groups.py`, `moe/layer.py`
+(`_create_process_groups`), `stage3.py` (`_zero3_partition_group_metadata`), DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed.experts import PARTITIONED, WEIGHTS
+from reshard.errors import LayoutError, UnsupportedError, UsageError
+from reshard.formats.deepspeed.experts import PARTITIONED
+from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT, split_name
 from reshard.formats.deepspeed.native_moe import is_native as is_native_expert
-from reshard.formats.deepspeed.native_moe import split_name
 from reshard.formats.deepspeed.writing.contents import Contents
-from reshard.formats.deepspeed.writing.cuts import Cut
-from reshard.formats.deepspeed.writing.native_experts import (
-    count_experts,
-    cut_to_rank,
-    local_names,
+from reshard.formats.deepspeed.writing.cuts import Cut, moved
+from reshard.formats.deepspeed.writing.expert_blocks import (
+    ExpertBlock,
+    fused_blocks,
+    native_blocks,
+    trained_experts,
+    untrained_experts,
 )
+from reshard.formats.deepspeed.writing.native_experts import cut_to_rank, local_names
 from reshard.formats.deepspeed.writing.options import NativeOptions
-from reshard.formats.deepspeed.writing.settings import INFO
 from reshard.geometry import maps_to_document
 from reshard.layouts.experts import ExpertPlacement, expert_map
 
@@ -45,30 +49,7 @@ PATTERNS = (r".*\.experts\.w[123]$",)
 """The value of `expert_parameter_patterns` that AutoEP writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertBlock:
-    """A layer with experts.
-
-    Parameters
-    ----------
-    number
-        `moe_layer_id`.
-    prefix, module
-        Names of its experts and of the layer.
-    num_experts
-        Number of experts.
-    shapes
-        Shape of every fused parameter, by name.
-    """
-
-    number: int
-    prefix: str
-    module: str
-    num_experts: int
-    shapes: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertGrid:
     """The experts of a model on the target.
 
@@ -82,6 +63,8 @@ class ExpertGrid:
         Whether neighbours hold the same experts.
     is_native
         Whether the layers are DeepSpeed's own, which keep a parameter an expert.
+    is_cut
+        Whether every tensor rank has EP groups of its own, and its part of every expert.
     """
 
     blocks: tuple[ExpertBlock, ...]
@@ -90,27 +73,61 @@ class ExpertGrid:
     tp: int = 1
     data_first: bool = False
     is_native: bool = False
+    is_cut: bool = False
 
     @property
     def edp(self) -> int:
-        """How many ranks hold the same experts."""
-        return self.dp * self.tp // self.ep
+        """How many ranks hold the same experts, or the same parts of them."""
+        return self.dp * (1 if self.is_cut else self.tp) // self.ep
+
+    @property
+    def has_writers(self) -> bool:
+        """Whether DeepSpeed saves files for every tensor rank.
+
+        Of the ranks with the same experts the first writes, under its own tensor rank.
+        """
+        ranks = [(dp_rank, tp_rank) for dp_rank in range(self.dp) for tp_rank in range(self.tp)]
+        writers = {self.place(*rank)[0]: rank[1] for rank in ranks if not self.place(*rank)[1]}
+        return self.is_cut or all(
+            writers[self.place(*rank)[0]] == rank[1] and (rank[0] or not self.place(*rank)[1])
+            for rank in ranks
+        )
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the files say how experts of AutoEP are spread over tensor ranks."""
+        return self.tp > 1 and not self.is_native
 
     def place(self, dp_rank: int, tp_rank: int = 0) -> tuple[int, int]:
         """Place of a rank in its expert-parallel group, and among those with the same experts."""
-        rank = dp_rank * self.tp + tp_rank
+        rank = dp_rank if self.is_cut else dp_rank * self.tp + tp_rank
         if self.data_first:
             return rank // self.edp, rank % self.edp
         return rank % self.ep, rank // self.ep
+
+    def shard(self, ep_rank: int, tp_rank: int) -> int:
+        """Number of the shard that an EP rank has, in the cuts of its experts."""
+        return ep_rank * self.tp + tp_rank if self.is_cut else ep_rank
+
+    def shard_of(self, dp_rank: int, tp_rank: int) -> int:
+        """Number of the shard that a rank has."""
+        return self.shard(self.place(dp_rank, tp_rank)[0], tp_rank)
+
+    def first_holders(self, tp_rank: int) -> dict[int, int]:
+        """The EP ranks that a tensor rank has, and the first data-parallel rank of each."""
+        holders: dict[int, int] = {}
+        for dp_rank in range(self.dp):
+            holders.setdefault(self.place(dp_rank, tp_rank)[0], dp_rank)
+        return holders
 
     def ranks_of(self, ep_rank: int) -> list[int]:
         """The ranks that hold the experts of an EP rank, numbered over all tensor ranks."""
         ranks = range(self.dp * self.tp)
         return [r for r in ranks if self.place(*divmod(r, self.tp))[0] == ep_rank]
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
-        """All expert parameters."""
+        """All tensors of experts."""
         return frozenset(name for block in self.blocks for name in block.shapes)
 
     @property
@@ -118,20 +135,31 @@ class ExpertGrid:
         """Name of the parameter groups of experts."""
         return f"ep_size_{self.ep}"
 
-    def cuts(self) -> dict[str, Cut]:
-        """How every expert parameter is cut over EP ranks."""
+    def cuts(self, columns: Mapping[str, Cut]) -> dict[str, Cut]:
+        """How the tensors of experts are cut over EP ranks, and over tensor ranks beside that.
+
+        Parameters
+        ----------
+        columns
+            How tensor ranks cut them, where they do.
+        """
         return {
-            name: self._cut_of(block, name, shape)
+            name: self._cut_of(block, name, shape, columns)
             for block in self.blocks
             for name, shape in block.shapes.items()
         }
 
-    def _cut_of(self, block: ExpertBlock, name: str, shape: tuple[int, ...]) -> Cut:
-        if self.is_native:
-            return cut_to_rank(shape, split_name(name)[1] * self.ep // block.num_experts)
-        return Cut.exact(expert_map(ExpertPlacement.uniform(shape[0], self.ep), shape))
+    def _cut_of(
+        self, block: ExpertBlock, name: str, shape: tuple[int, ...], columns: Mapping[str, Cut]
+    ) -> Cut:
+        if not self.is_native:
+            return Cut.exact(expert_map(ExpertPlacement.uniform(shape[0], self.ep), shape))
+        ep_rank = split_name(name)[1] * self.ep // block.num_experts
+        if self.is_cut:
+            return moved(columns[name], ep_rank * self.tp)
+        return cut_to_rank(shape, ep_rank)
 
-    @property
+    @cached_property
     def local_names(self) -> dict[str, str]:
         """Names that a rank has of its own for its experts."""
         if not self.is_native:
@@ -178,31 +206,22 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
     UsageError
         When experts are asked for that the source does not have, or do not divide.
     UnsupportedError
-        When they are not AutoEP's, or the target is one that cannot be written.
+        When the target is one that DeepSpeed cannot train or save, or that cannot be written.
     """
-    names = [name for group in contents.groups if group.has_experts for name in group.names]
+    names = [*trained_experts(contents), *untrained_experts(contents)]
     if not names:
         if options.ep > 1:
             raise UsageError("the source has no experts to spread", found=f"--ep {options.ep}")
         return None
-    if options.stage == 0:
-        raise UnsupportedError(
-            "experts can be written for ZeRO-1, 2 and 3 only",
-            found="stage 0",
-            next_step="choose --stage 1",
-        )
     raw = contents.config.raw
     first = isinstance(raw, Mapping) and raw.get("use_data_before_expert_parallelism") is True
-    if options.tp > 1 and (first or options.ep == 1):
-        raise UnsupportedError(
-            "DeepSpeed trains no such experts with several tensor ranks",
-            expected="--ep above 1, without use_data_before_expert_parallelism",
-            found=f"--tp {options.tp}, --ep {options.ep}",
-        )
     is_native = any(map(is_native_expert, names))
+    is_cut = is_native and options.tp > 1 and are_cut(contents, options, names)
     if is_native:
-        _require_native_target(contents, options, names)
-    blocks = tuple((_native_blocks if is_native else _blocks)(contents, names))
+        _require_native_target(contents, options, names, is_cut=is_cut)
+    else:
+        _require_fused_target(contents, options, data_first=first)
+    blocks = tuple((native_blocks if is_native else fused_blocks)(contents, names))
     for block in blocks:
         if block.num_experts % options.ep:
             raise UsageError(
@@ -210,82 +229,82 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
                 expected=f"a divisor of {block.num_experts}, as {block.module} has",
                 found=options.ep,
             )
-    return ExpertGrid(blocks, options.dp, options.ep, options.tp, first, is_native)
+    grid = ExpertGrid(blocks, options.dp, options.ep, options.tp, first, is_native, is_cut)
+    if is_native and not grid.has_writers:
+        raise UnsupportedError(
+            "DeepSpeed leaves out the files of some tensor ranks when it saves such a run, so it "
+            "could not go on from its own checkpoints",
+            expected=f"an --ep that {options.tp} divides, without "
+            "use_data_before_expert_parallelism",
+            found=f"--tp {options.tp}, --ep {options.ep}",
+        )
+    return grid
 
 
-def _require_native_target(contents: Contents, options: NativeOptions, names: list[str]) -> None:
+def are_cut(contents: Contents, options: NativeOptions, names: Sequence[str]) -> bool:
+    """Whether the target's tensor ranks have parts of native experts.
+
+    A source of several tensor ranks tells. From any other it is so where the user states how an
+    expert is cut; DeepSpeed's own default is that experts are whole.
+    """
+    known = contents.checkpoint.extras.get(EXPERTS_ARE_CUT)
+    if known is not None:
+        return known.value is True
+    return any(_is_stated_cut(contents, options, name) for name in names)
+
+
+def _is_stated_cut(contents: Contents, options: NativeOptions, name: str) -> bool:
+    """Whether the user states a layout of an expert, and not that every rank has it whole."""
+    stated, shape = options.layouts, contents.shape(name)
+    if stated is None or not stated.covers(name):
+        return False
+    try:
+        found = stated.map_of(name, dict.fromkeys(range(options.tp), shape), options.tp)
+    except LayoutError:
+        return True
+    return found is None or found.whole.logical_shape != shape
+
+
+def _require_fused_target(contents: Contents, options: NativeOptions, *, data_first: bool) -> None:
+    """Refuse what experts of AutoEP cannot be trained as."""
+    if options.tp > 1 and (data_first or options.ep == 1):
+        raise UnsupportedError(
+            "DeepSpeed trains no such experts with several tensor ranks",
+            expected="--ep above 1, without use_data_before_expert_parallelism",
+            found=f"--tp {options.tp}, --ep {options.ep}",
+        )
+    frozen = untrained_experts(contents)
+    if frozen and options.stage == 3:
+        raise UnsupportedError(
+            "DeepSpeed saves no frozen experts under ZeRO-3",
+            parameter=frozen[0],
+            found="--stage 3",
+            next_step="choose --stage 1 or 2",
+        )
+
+
+def _require_native_target(
+    contents: Contents, options: NativeOptions, names: Sequence[str], *, is_cut: bool
+) -> None:
     """Refuse what native experts cannot be written for."""
     groups = [group for group in contents.groups if group.has_experts]
     degrees = {str(group.settings.get("name")) for group in groups}
-    untrained = [n for n in (*contents.frozen, *contents.buffers) if is_native_expert(n)]
-    found = None
+    found, instead = None, "convert to universal instead"
     if not all(map(is_native_expert, names)):
         found = "experts of AutoEP beside them"
     elif options.stage == 3:
-        found = "--stage 3, under which DeepSpeed trains none"
-    elif options.tp > 1:
-        found = f"--tp {options.tp}"
+        found, instead = "--stage 3, under which DeepSpeed trains none", "choose --stage 2"
+    elif options.stage and not groups:
+        found = "nothing but frozen experts, which DeepSpeed trains without ZeRO only"
+        instead = "choose --stage 0"
+    elif is_cut and options.dp % options.ep:
+        found = f"--ep {options.ep}, which does not divide --dp {options.dp}"
+        instead = "with enable_expert_tensor_parallelism it must"
     elif len(degrees) > 1:
         found = f"layers of several expert-parallel degrees: {', '.join(sorted(degrees))}"
-    elif untrained:
-        found = f"frozen parameters or buffers of experts: {untrained[0]}"
     if found is not None:
         raise UnsupportedError(
             "experts of DeepSpeed's own MoE layers cannot be written natively",
             found=found,
-            next_step="convert to universal instead",
+            next_step=instead,
         )
-
-
-def _native_blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
-    """Layers in the order of the model, which a parameter group that has them all tells."""
-    counts = count_experts(names)
-    groups = [group.names for group in contents.groups if group.has_experts]
-    order = next((o for o in map(count_experts, groups) if o.keys() == counts.keys()), None)
-    if order is None:
-        raise UnsupportedError(
-            "no parameter group has experts of every layer, so the order of the layers is not "
-            "known",
-            found=", ".join(counts),
-            next_step="convert to universal instead",
-        )
-    for number, prefix in enumerate(order):
-        shapes = {name: contents.shape(name) for name in names if split_name(name)[0] == prefix}
-        yield ExpertBlock(number, prefix, prefix, counts[prefix], shapes)
-
-
-def _blocks(contents: Contents, names: list[str]) -> Iterator[ExpertBlock]:
-    """Layers by prefix; number and name as the source's metadata says, else in their order."""
-    by_prefix: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name in names:
-        prefix, _, weight = name.rpartition(".")
-        if weight not in WEIGHTS:
-            raise UnsupportedError(
-                "experts of an unknown kind cannot be written natively",
-                parameter=name,
-                next_step="convert to universal instead",
-            )
-        by_prefix.setdefault(prefix, {})[name] = contents.shape(name)
-    stated = _stated_layers(contents)
-    for number, (prefix, shapes) in enumerate(by_prefix.items()):
-        entry = stated.get(prefix, {})
-        module = entry.get("module_path", prefix.rpartition(".")[0])
-        found = entry.get("moe_layer_id", number)
-        yield ExpertBlock(
-            found if isinstance(found, int) else number,
-            prefix,
-            str(module),
-            next(iter(shapes.values()))[0],
-            dict(sorted(shapes.items())),
-        )
-
-
-def _stated_layers(contents: Contents) -> dict[str, Mapping[str, object]]:
-    extra = contents.checkpoint.extras.get(INFO)
-    value = extra.value if extra is not None else None
-    layers = value.get("ds_autoep_layers") if isinstance(value, Mapping) else None
-    return {
-        str(entry.get("expert_key_prefix")): {str(k): v for k, v in entry.items()}
-        for entry in (layers if isinstance(layers, (list, tuple)) else ())
-        if isinstance(entry, Mapping)
-    }

@@ -186,11 +186,12 @@ def flat_banks(
     tuple of tuple of Bank
         By column, in the order of the buffers.
     """
-    # experts are not cut over columns: all share the buffers of the first
+    # where experts are not cut over columns, all share the buffers of the first
+    shared = experts is not None and not experts.is_cut
     places = [
         (column, index)
         for index, group in enumerate(contents.groups)
-        for column in range(1 if group.has_experts else options.tp)
+        for column in range(1 if group.has_experts and shared else options.tp)
     ]
     rows = [
         (place, row) for place in places for row in _rows(contents, options, cuts, place, experts)
@@ -210,7 +211,7 @@ def flat_banks(
         tuple(
             bank
             for index, group in enumerate(contents.groups)
-            for bank in banks[0 if group.has_experts else column, index]
+            for bank in banks[0 if group.has_experts and shared else column, index]
         )
         for column in range(options.tp)
     )
@@ -224,13 +225,13 @@ def _rows(
     experts: ExpertGrid | None,
 ) -> Iterator[tuple[_Buffer, ...]]:
     """The buffers of one parameter group on one column; of experts, side by side by EP rank."""
-    index = place[1]
+    column, index = place
     if experts is None or not contents.groups[index].has_experts:
         for buffer in _buffers(contents, options, cuts, place, options.dp):
             yield (buffer,)
         return
     by_rank = [
-        list(_buffers(contents, options, cuts, (rank, index), experts.edp))
+        list(_buffers(contents, options, cuts, (experts.shard(rank, column), index), experts.edp))
         for rank in range(experts.ep)
     ]
     yield from zip(*by_rank, strict=True)

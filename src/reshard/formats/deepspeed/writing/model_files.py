@@ -20,14 +20,14 @@ Sources: `engine.py` (`_common_checkpoint_state`, `_save_checkpoint`, `load_modu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from reshard.formats.assembly import Assembler
 from reshard.formats.deepspeed.info_entry import INFO_VERSION
 from reshard.formats.deepspeed.partitions import MASTER
-from reshard.formats.deepspeed.writing.archives import Bulk
+from reshard.formats.deepspeed.writing.archives import Bulk, Label
 from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_grid import PATTERNS, ExpertGrid
@@ -84,6 +84,8 @@ class Column:
         Where the experts are, None for a model without.
     part
         What its file says besides the model: counters, schedulers, client state.
+    ep_rank
+        Whose experts its file speaks of: those of its first data-parallel rank.
     """
 
     mp: int
@@ -93,15 +95,26 @@ class Column:
     banks: Sequence[Bank]
     experts: ExpertGrid | None
     part: Mapping[str, object]
+    ep_rank: int = 0
 
     @property
     def tp(self) -> int:
         """Its tensor-parallel rank, by which parameters are cut."""
         return self.mp % self.options.tp
 
+    def shard(self, name: str) -> int:
+        """Number of the column's shard in the cut of a tensor."""
+        if self.experts is None or name not in self.experts.names:
+            return self.tp
+        return self.experts.shard(self.ep_rank, self.tp)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the column's shard, None when it has none."""
-        return self.cuts[name].shapes.get(self.tp)
+        return self.cuts[name].shapes.get(self.shard(name))
+
+    def called(self, name: str) -> str:
+        """What a rank of the column calls a tensor: experts may have numbers of its own."""
+        return name if self.experts is None else self.experts.local_names.get(name, name)
 
     @property
     def unoptimized(self) -> list[str]:
@@ -111,6 +124,17 @@ class Column:
         ]
         empty = [name for name in names if self.shape(name) is not None and not self._numel(name)]
         return [name for name in (*self.contents.frozen, *empty) if self.shape(name) is not None]
+
+    @property
+    def lists_frozen(self) -> bool:
+        """Whether its file holds frozen parameters beside the module.
+
+        Under ZeRO-2 they are in the module already. DeepSpeed adds them, experts of the rank that
+        saves among them, and then loads those on every rank in place of its own. Without the list
+        every rank has its own experts, from their files.
+        """
+        experts = self.experts.names if self.experts is not None else frozenset()
+        return self.options.stage >= 2 and not experts.intersection(self.contents.frozen)
 
     @property
     def module(self) -> list[str]:
@@ -139,10 +163,10 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
     contents, options = column.contents, column.options
     # the weights of a pipeline are in the files of its layers
     module = None if contents.pipeline else _module(column, bulk)
-    keeps_frozen = options.stage >= 2
+    keeps_frozen = column.lists_frozen
     own: dict[str, object] = {
         "module": module,
-        "buffer_names": [name for name in contents.module if name in set(contents.buffers)],
+        "buffer_names": _buffer_names(column),
         "optimizer": optimizer,
         "param_shapes": _param_shapes(column),
         "frozen_param_shapes": _frozen_shapes(column) if keeps_frozen else None,
@@ -155,6 +179,15 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
     root = {**column.part, **own, **_of_experts(column, rank)}
     kept = {key: root.get(key) for key in ORDERED if key not in OPTIONAL or key in root}
     return kept | {key: value for key, value in root.items() if key not in kept}
+
+
+def _buffer_names(column: Column) -> list[str]:
+    buffers = set(column.contents.buffers)
+    return [
+        column.called(name)
+        for name in column.contents.module
+        if name in buffers and column.shape(name) is not None
+    ]
 
 
 def _of_experts(column: Column, rank: int) -> dict[str, object]:
@@ -174,7 +207,7 @@ def _of_experts(column: Column, rank: int) -> dict[str, object]:
         "ds_autoep_layers": layers,
         INFO: {**kept, "expert_parameter_patterns": list(PATTERNS), "ds_autoep_layers": layers},
     }
-    if grid.tp > 1:
+    if grid.is_folded:
         stated[FOLDING] = Writer(grid, rank, column.tp).of_the_model(column.module)
     return stated
 
@@ -186,15 +219,17 @@ def _param_shapes(column: Column) -> list[OrderedDict[str, Size]]:
     numbered states apart, so they are written all the same.
     """
     if column.options.stage:
-        return [_sizes(bank.first.shapes) for bank in column.banks]
-    return [
-        _sizes({name: shape for name in group.names if (shape := column.shape(name)) is not None})
-        for group in column.contents.groups
-    ]
+        return [_sizes(column, bank.first.shapes) for bank in column.banks]
+    return [_sizes(column, _held(column, group.names)) for group in column.contents.groups]
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
-    return OrderedDict((name, Size(shape)) for name, shape in shapes.items())
+def _held(column: Column, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that the column has."""
+    return {name: shape for name in names if (shape := column.shape(name)) is not None}
+
+
+def _sizes(column: Column, shapes: Mapping[str, tuple[int, ...]]) -> OrderedDict[str, Size]:
+    return OrderedDict((column.called(name), Size(shape)) for name, shape in shapes.items())
 
 
 def _shared(column: Column, rank: int) -> dict[str, str]:
@@ -214,21 +249,37 @@ def _weights(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
     aliases = column.contents.checkpoint.aliases
     module: OrderedDict[str, NewTensor] = OrderedDict()
     for name in column.module:
-        tensor = _weight(column, aliases.get(name, name), bulk)
+        tensor = _of_module(column, aliases.get(name, name), bulk)
         if tensor is not None:
             module[name] = tensor
     return module
 
 
-def _weight(column: Column, name: str, bulk: Bulk) -> NewTensor | None:
+def weight(column: Column, name: str, label: Label, bulk: Bulk) -> NewTensor | None:
+    """The column's shard of a tensor in the type of the model, None when it has none.
+
+    Parameters
+    ----------
+    column
+        The model-parallel rank.
+    name
+        The tensor.
+    label
+        Of its storage.
+    bulk
+        Receives what goes into the storage.
+    """
     shape = column.shape(name)
     if shape is None:
         return None
     dtype = column.contents.dtypes[name]
     stored = column.contents.checkpoint.tensors[name, MASTER].dtype
-    label = ("module", name)
     target = column.cuts[name].map
-    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.tp, stored)
+    return bulk.shard(label, (name, MASTER), dtype, shape, target, column.shard(name), stored)
+
+
+def _of_module(column: Column, name: str, bulk: Bulk) -> NewTensor | None:
+    return weight(column, name, ("module", name), bulk)
 
 
 def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
@@ -238,7 +289,7 @@ def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
     for name in column.module:
         owner = aliases.get(name, name)
         if owner in buffers:
-            tensor = _weight(column, owner, bulk)
+            tensor = _of_module(column, owner, bulk)
         elif column.shape(owner) is None:
             tensor = None
         else:
@@ -252,7 +303,7 @@ def _placeholders(column: Column, bulk: Bulk) -> OrderedDict[str, NewTensor]:
 
 
 def _frozen_shapes(column: Column) -> OrderedDict[str, Size]:
-    return _sizes({name: column.shape(name) or () for name in column.unoptimized})
+    return _sizes(column, _held(column, column.unoptimized))
 
 
 def _frozen_fragments(column: Column, rank: int, bulk: Bulk) -> OrderedDict[str, NewTensor]:
@@ -260,9 +311,9 @@ def _frozen_fragments(column: Column, rank: int, bulk: Bulk) -> OrderedDict[str,
     fragments: OrderedDict[str, NewTensor] = OrderedDict()
     for name in column.unoptimized:
         whole = column.options.stage == 2
-        tensor = _weight(column, name, bulk) if whole else _block(column, name, rank, bulk)
+        tensor = _of_module(column, name, bulk) if whole else _block(column, name, rank, bulk)
         if tensor is not None:
-            fragments[name] = tensor
+            fragments[column.called(name)] = tensor
     return fragments
 
 

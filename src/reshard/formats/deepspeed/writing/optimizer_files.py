@@ -81,7 +81,7 @@ def optimizer_tree(
         names = grid.local_names if grid is not None else {}
         body["param_slice_mappings"] = [_mapping(part, names) for _, part in own]
     root: dict[str, object] = {"optimizer_state_dict": body, **head}
-    if grid is not None and grid.tp > 1:
+    if grid is not None and grid.is_folded:
         root[FOLDING] = Writer(grid, rank, tp).of_the_optimizer(banks, options.stage)
     return root
 

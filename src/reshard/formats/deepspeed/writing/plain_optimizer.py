@@ -136,4 +136,5 @@ def _whole(column: Column, name: str, state: str, bulk: Bulk) -> NewTensor:
     cut, held = column.cuts[name], column.contents.held[name]
     dtype = held.master if state == MASTER else held.tensors[state]
     label = ("state", name, state)
-    return bulk.shard(label, (name, state), dtype, cut.shapes[column.tp], cut.map, column.tp, dtype)
+    shard = column.shard(name)
+    return bulk.shard(label, (name, state), dtype, cut.shapes[shard], cut.map, shard, dtype)

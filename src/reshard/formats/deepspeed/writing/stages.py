@@ -52,11 +52,10 @@ def stages_of(contents: Contents, options: NativeOptions) -> tuple[Contents, ...
     if pipeline is None:
         _require_one_stage(contents, options)
         return (contents,)
-    if options.stage != 1:
+    if options.stage > 1:
         raise UnsupportedError(
-            "DeepSpeed trains no pipeline under ZeRO-2 and 3, and without ZeRO its files do not "
-            "say which stage has which layers",
-            expected="--stage 1",
+            "DeepSpeed trains no pipeline under ZeRO-2 and 3",
+            expected="--stage 0 or 1",
             found=options.stage,
         )
     if options.ep > 1 or any(group.has_experts for group in contents.groups):

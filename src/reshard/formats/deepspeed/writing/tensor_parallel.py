@@ -50,7 +50,7 @@ def cuts_of(
     source
         What the source says about cuts.
     experts
-        Where the experts are; their parameters are cut over EP ranks instead.
+        Where the experts are; their parameters are cut over EP ranks instead, or beside that.
 
     Raises
     ------
@@ -58,8 +58,12 @@ def cuts_of(
         With all parameters of which nobody knows how they are cut.
     """
     finder = CutFinder(contents, options, source, source.keys(options.tp))
-    if experts is not None:
-        finder.found |= experts.cuts()
+    if experts is None:
+        return finder.cuts()
+    if experts.is_cut:
+        found = finder.cuts()
+        return found | experts.cuts(found)
+    finder.found |= experts.cuts({})
     return finder.cuts()
 
 
@@ -127,7 +131,7 @@ class CutFinder:
         missing = self._left(names)
         if missing:
             raise self._unknown(missing)
-        for name in contents.buffers:
+        for name in self._left(contents.buffers):
             self.found[name] = Cut.whole(contents.shape(name), self.options.tp)
         return self.found
 

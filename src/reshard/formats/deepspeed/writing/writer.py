@@ -9,10 +9,12 @@ Nothing is read but what the source's reader read already.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.names import (
+    expert_optimizer_file_name,
     model_file_name,
     optimizer_file_name,
     zero3_model_file_name,
@@ -23,6 +25,7 @@ from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_files import expert_files
 from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid, expert_grid
 from reshard.formats.deepspeed.writing.flat_groups import Bank, flat_banks
+from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
 from reshard.formats.deepspeed.writing.model_files import Column, model_tree
 from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
@@ -76,6 +79,7 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
         *layer_files(contents, options, cuts, shelf),
         *(file for column in columns for file in expert_files(column)),
         *_optimizer_files(columns, shelf),
+        *_expert_optimizer_files(columns, shelf),
     ]
     said = notes(contents, options, [column.banks for column in columns], _empty(columns))
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
@@ -98,7 +102,8 @@ def _columns(
     for tp in range(options.tp):
         mp = number * options.tp + tp
         part = carried_part(stage, options, mp, info)
-        yield Column(mp, stage, options, cuts, banks[tp], experts, part)
+        ep_rank = experts.place(0, tp)[0] if experts is not None else 0
+        yield Column(mp, stage, options, cuts, banks[tp], experts, part, ep_rank)
 
 
 def _empty(columns: list[Column]) -> list[str]:
@@ -135,3 +140,19 @@ def _optimizer_files(columns: list[Column], shelf: ArchiveShelf) -> Iterator[Out
             kind = ("optimizer", column.mp) if shared else None
             name = optimizer_file_name(rank, column.mp, prefix)
             yield shelf.file(name, root, bulk, kind)
+
+
+def _expert_optimizer_files(columns: list[Column], shelf: ArchiveShelf) -> Iterator[OutputFile]:
+    """Without ZeRO: the optimizer of every EP rank, which is loaded instead of the model's."""
+    for column in columns:
+        grid = column.experts
+        if grid is None or column.options.stage:
+            continue
+        for ep_rank, dp_rank in grid.first_holders(column.tp).items():
+            bulk = Bulk()
+            own = plain_optimizer(replace(column, ep_rank=ep_rank), bulk)
+            root: dict[str, object] = {"optimizer": own}
+            if grid.is_folded:
+                root[FOLDING] = Writer(grid, dp_rank, column.tp).of_an_expert()
+            name = expert_optimizer_file_name(ep_rank, column.mp)
+            yield shelf.file(name, root, bulk, None)

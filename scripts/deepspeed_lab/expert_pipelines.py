@@ -1,0 +1,112 @@
+"""Pipelines with DeepSpeed's own MoE layers: training, resuming, and what they hold.
+
+Theory. Each stage counts its layers with experts anew, and has expert-parallel groups of its own.
+DeepSpeed saves such a pipeline as it saves any mixture of experts: the weights of a stage are in
+its model-state file, and there are no files of layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import distributed, nn
+
+from scripts.deepspeed_lab import mixtures
+from scripts.deepspeed_lab.native_mixture import EXPERTS, WIDTH, Pair, let_gloo_gather_tokens
+from scripts.deepspeed_lab.pipelines import Embed, _head, _loss, _run
+from scripts.deepspeed_lab.recipe import BASE_CONFIG, GLOBAL_BATCH, TAG
+from scripts.deepspeed_lab.results import Mixed
+from scripts.deepspeed_lab.topologies import MixRecipe, PipeRecipe
+
+
+class ExpertBlock(nn.Module):
+    """A norm, and experts beside the residual; their balance is not trained."""
+
+    def __init__(self, ep: int, *, experts: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = MoE(
+            WIDTH,
+            Pair(),
+            num_experts=experts,
+            ep_size=ep,
+            capacity_factor=4.0,
+            min_capacity=0,
+            use_rts=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        y: torch.Tensor = self.moe(self.norm(x))[0]
+        return x + y
+
+
+def _engine(recipe: PipeRecipe, seed: int) -> Any:
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    torch.manual_seed(seed)
+    let_gloo_gather_tokens()
+    layers = [
+        TiedLayerSpec("embed", Embed, tied_weight_attr=["table.weight"]),
+        LayerSpec(ExpertBlock, recipe.ep, experts=EXPERTS),
+        LayerSpec(ExpertBlock, recipe.ep, experts=2 * EXPERTS),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        LayerSpec(ExpertBlock, recipe.ep, experts=EXPERTS),
+        TiedLayerSpec("embed", Embed, forward_fn=_head, tied_weight_attr=["table.weight"]),
+    ]
+    model = PipelineModule(
+        layers=layers,
+        topology=PipeModelDataParallelTopology(recipe.pp, recipe.tp, recipe.dp),
+        loss_fn=_loss,
+        seed_layers=True,
+        base_seed=seed,
+        partition_method="uniform",
+    )
+    if recipe.tp > 1:
+        model.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "tp_replicated_parameter_patterns": [r".*"],
+        }
+    config = {
+        **BASE_CONFIG,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": GLOBAL_BATCH // recipe.dp,
+        "zero_optimization": {"stage": recipe.stage},
+        "pipeline": {"activation_checkpoint_interval": 0},
+    }
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "parameters"}
+    )
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups)
+    return engine
+
+
+def train_expert_pipeline(recipe: PipeRecipe, folder: Path, seed: int) -> Mixed:
+    """Train three steps, save, and go on for three."""
+    engine = _engine(recipe, seed)
+    _run(engine, recipe, range(3))
+    full, weights = mixtures._held(engine, _mixture(recipe))
+    engine.save_checkpoint(str(folder), tag=TAG, client_state={"iteration": 3})
+    distributed.barrier()
+    return Mixed(full, weights, _run(engine, recipe, range(3, 6)))
+
+
+def resume_expert_pipeline_natively(recipe: PipeRecipe, folder: Path, seed: int) -> Mixed:
+    """Load what ``latest`` names, read what is then held, and go on for three steps."""
+    engine = _engine(recipe, seed)
+    distributed.barrier()
+    loaded, _ = engine.load_checkpoint(str(folder))
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed found nothing to load in {folder}")
+    full, weights = mixtures._held(engine, _mixture(recipe))
+    return Mixed(full, weights, _run(engine, recipe, range(3, 6)))
+
+
+def _mixture(recipe: PipeRecipe) -> MixRecipe:
+    return MixRecipe(recipe.world, recipe.ep, recipe.tp, native=True)
