@@ -167,7 +167,7 @@ def test_what_a_word_does_not_tell_is_refused(
 ) -> None:
     source, _ = made_up(tmp_path / "source", [SHAPES])
     layouts = stated(tmp_path, {**REST, r"qkv\.weight": word})
-    with pytest.raises(LayoutError, match="how 1 parameters are cut") as refused:
+    with pytest.raises(LayoutError, match="how 1 parameter is cut") as refused:
         lay_out_deepspeed(
             source,
             tag="t",
