@@ -11,6 +11,7 @@ import pytest
 
 from reshard import __version__
 from reshard.cli import main
+from tests.truth import EXAMPLE
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("inspect", "doctor", "map", "convert", "verify", "annotate")
@@ -141,3 +142,35 @@ def test_help_is_there_at_once() -> None:
             - before.children_system
         )
     assert min(spent) < 0.4
+
+
+SCRIPT = """
+import sys
+from reshard.cli import main
+
+source, out = sys.argv[1:]
+for words in (
+    ["inspect", source, "--html", f"{out}/page.html"],
+    ["doctor", source],
+    ["map", source, "lm_head.weight", "--svg", f"{out}/map.svg", "--png", f"{out}/map.png"],
+    ["convert", source, f"{out}/u/step3", "--verify"],
+    ["convert", source, f"{out}/n/step3", *"--to deepspeed --stage 3 --dp 3 --verify".split()],
+    ["convert", source, f"{out}/s", "--to", "safetensors", "--verify"],
+    ["convert", source, f"{out}/d", "--to", "dcp", "--verify"],
+):
+    if code := main(words):
+        raise SystemExit(code)
+"""
+
+
+def test_no_library_has_anything_to_say(tmp_path: Path) -> None:
+    """Every warning is an error, and files that nobody closes are warnings."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", SCRIPT, str(EXAMPLE), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

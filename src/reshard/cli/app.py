@@ -279,7 +279,7 @@ def verify(
 @app.command(short_help="Add affine maps to a tensor-parallel checkpoint.")
 def annotate(
     ckpt: options.Ckpt,
-    out: options.Out,
+    out: options.AnnotatedOut,
     *,
     dry_run: options.DryRun = False,
     resume: options.Resume = False,

@@ -56,6 +56,14 @@ Out = Annotated[
         show_default=False,
     ),
 ]
+AnnotatedOut = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="The folder to write, for example annotated/step3. It must not exist yet.",
+        show_default=False,
+    ),
+]
 Other = Annotated[
     str,
     typer.Argument(
@@ -359,7 +367,7 @@ Include = Annotated[
     typer.Option(
         "--include",
         metavar="GLOB",
-        help="Carry only the parameters whose names match. Repeatable.",
+        help="Only the parameters whose names match. Repeatable.",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -368,7 +376,7 @@ Exclude = Annotated[
     typer.Option(
         "--exclude",
         metavar="GLOB",
-        help="Leave out the parameters whose names match. Repeatable.",
+        help="All but the parameters whose names match. Repeatable.",
         rich_help_panel=_WHAT,
     ),
 ]
@@ -377,7 +385,7 @@ States = Annotated[
     typer.Option(
         "--states",
         metavar="STATE,...",
-        help="Carry only these states (fp32: the weights alone, as by default for safetensors). "
+        help="Only these states (fp32: the weights alone, as by default for safetensors). "
         "Repeatable.",
         rich_help_panel=_WHAT,
     ),
@@ -386,7 +394,7 @@ Trainable = Annotated[
     bool,
     typer.Option(
         "--trainable",
-        help="Carry only the parameters that are trained: no frozen ones, no buffers.",
+        help="Only the parameters that are trained: no frozen ones, no buffers.",
         rich_help_panel=_WHAT,
     ),
 ]
