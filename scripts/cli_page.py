@@ -23,7 +23,8 @@ Results go to standard output, progress and errors to standard error. Exit codes
 comparison found differences, or `doctor` something to mend; 2 bad usage or bad input; 130
 interrupted. Colours and progress are for terminals: they go away in a pipe, with `NO_COLOR`, and
 progress with `--quiet`. With `--json` every command prints one document with a `schema`, an error
-included. `reshard --install-completion` makes your shell complete commands and options.
+included. `reshard --install-completion` makes your shell complete commands, options, formats,
+states and names of parameters.
 
 Below is what each command says of itself (`python -m scripts.cli_page` writes this page).
 """

@@ -57,7 +57,7 @@ def _facts(report: ConversionReport) -> ET.Element:
             ("would read", format_bytes(cost.read_nbytes)),
             ("of it to compare copies", format_bytes(cost.compared_nbytes)),
             ("would write", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"),
-            ("strided", format_bytes(cost.strided_nbytes)),
+            ("copied in strides", format_bytes(cost.strided_nbytes)),
             ("disk", f"{format_bytes(report.disk_bytes)} of {_free(report)} free{short}"),
             ("time", _time(report)),
             (
@@ -93,7 +93,7 @@ def _heat(matrix: Matrix) -> ET.Element:
     shared, short = without_the_shared(matrix.columns)
     head = node(
         "tr",
-        node("th", shared, klass="muted"),
+        node("th", f"from {shared}" if shared else "", klass="muted"),
         *(
             node("th", node("span", said), title=name)
             for said, name in zip(short, matrix.columns, strict=True)
