@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.errors import CheckpointError, MissingFileError
+from reshard.errors import CheckpointError, MissingFileError, count_text
 from reshard.formats.checkpoint import SourceFile
 from reshard.formats.deepspeed.names import (
     FileKind,
@@ -178,7 +178,7 @@ def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degre
         raise CheckpointError(
             "the pipeline layer files do not fit mp_world_size",
             file=first.file,
-            expected=f"a divisor of {mp} files a layer",
+            expected=f"a divisor of {count_text(mp, 'file')} a layer",
             found=tp,
         )
     return Degrees(dp, mp // tp, tp)
@@ -220,7 +220,7 @@ def require_grid(
             else f"a file of {kind.value} is missing",
             file=inventory.folder.path / _name_of(kind, *missing[0]),
             rank=f"dp {missing[0][0]}, mp {missing[0][1]}",
-            expected=f"{len(wanted)} files",
+            expected=count_text(len(wanted), "file"),
             found=len(wanted) - len(missing),
             next_step="copy it from the node that wrote it, or name that folder with --also",
         )
@@ -230,7 +230,7 @@ def require_grid(
             "a file of a rank that this checkpoint does not have",
             file=found[stale[0]],
             rank=f"dp {stale[0][0]}, mp {stale[0][1]}",
-            expected=f"{len(wanted)} files of {kind.value}",
+            expected=f"{count_text(len(wanted), 'file')} of {kind.value}",
             found=len(found),
             next_step="it is left over from another run; move it away",
         )

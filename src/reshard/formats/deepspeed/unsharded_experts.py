@@ -208,7 +208,7 @@ def _listed_names(
         raise CheckpointError(
             "param_shapes contradicts the states of the experts",
             file=file,
-            expected=f"{len(stated)} parameters, as param_shapes lists them",
+            expected=f"{count_text(len(stated), 'parameter')}, as param_shapes lists them",
             found=f"{len(numbered)}, or of other shapes",
             next_step="the file is damaged or edited",
         )
