@@ -287,6 +287,15 @@ def test_the_stage_is_said_of_a_folder_that_no_reader_opens(name: str, tmp_path:
     assert survey.topology.stage == case.stage
 
 
+@pytest.mark.parametrize("case", by_name([case for case in NEW if case.model == "mixtral"]))
+def test_so_is_the_degree_of_experts(case: Case, tmp_path: Path) -> None:
+    tag = Path(shutil.copytree(case.tag_path, tmp_path / TAG))
+    next(tag.glob("*zero_pp_rank_1_*_optim_states.pt")).unlink()
+    ((_, survey),) = api.diagnose(tag).folders
+    assert survey.topology is not None
+    assert survey.topology.ep == case.topology["ep"] == 2
+
+
 # ------------------------------------------------------------------------------ healthy
 
 

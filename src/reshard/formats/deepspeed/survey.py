@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Topology
+from reshard.formats.deepspeed.experts import read_autoep
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
@@ -78,7 +79,7 @@ class _Survey:
         return Survey(
             (*self._present(stale), *self._missed(missing)),
             tuple(self.findings.problems),
-            Topology(self._stage(), dp, tp, pp) if self.models else None,
+            Topology(self._stage(), dp, tp, pp, self._ep()) if self.models else None,
             whole=self.whole,
             states_layouts=layouts,
         )
@@ -281,6 +282,13 @@ class _Survey:
         if any(name.kind is FileKind.ZERO3_MODEL for name in self.paths):
             return 3
         return 0 if any(has_optimizer(model.archive) for model in self.models.values()) else None
+
+    def _ep(self) -> int:
+        """What AutoEP states; the degree of DeepSpeed's own MoE layers is the reader's to find."""
+        with contextlib.suppress(ReshardError):
+            autoep = read_autoep(self.models.values())
+            return 1 if autoep is None else autoep.ep_size
+        return 1
 
 
 def _order(name: FileName) -> tuple[str, int, int, int, int]:
