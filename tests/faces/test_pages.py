@@ -167,6 +167,7 @@ def test_hostile_names_are_text() -> None:
     assert found.scripts == 1
     assert "\x1b" not in text
     assert "\u202e" not in text
+    assert "Healthy" not in found.text  # what cannot be opened is not
     assert found.text.count("<script>alert('w')</script>") >= 4
 
 

@@ -70,7 +70,7 @@ def inspection_page(
         sections.append(_facts(inspection))
     if refusal is not None:
         sections.append(node("p", f"It cannot be opened: {refusal}", klass="error"))
-    sections += _findings(diagnosis)
+    sections += _findings(diagnosis, opened=inspection is not None)
     for path, survey in diagnosis.folders:
         sections += _folder(path, survey, several=len(diagnosis.folders) > 1)
     if inspection is not None:
@@ -91,12 +91,12 @@ def _facts(inspection: Inspection) -> ET.Element:
     )
 
 
-def _findings(diagnosis: Diagnosis) -> Iterator[ET.Element]:
+def _findings(diagnosis: Diagnosis, *, opened: bool) -> Iterator[ET.Element]:
     """What is to be mended, each with the fix; then what is good to know."""
     if diagnosis.faults:
         listed = (_fault(number, fault) for number, fault in enumerate(diagnosis.faults, 1))
         yield section(f"{counted(len(diagnosis.faults), 'thing')} to mend", *listed)
-    else:
+    elif opened:
         yield node("p", "Healthy: nothing to mend.", klass="healthy")
     if diagnosis.notes:
         notes = (node("p", str(note), klass="problem") for note in diagnosis.notes)
