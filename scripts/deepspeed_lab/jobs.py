@@ -57,7 +57,12 @@ def train(recipe: Recipe, folder: Path, seed: int) -> Trained:
     client: dict[str, Any] = {"iteration": 3}
     if recipe.hand_cut:
         client["universal_checkpoint_info"] = engine.module.universal_checkpoint_info()
-    engine.save_checkpoint(str(folder), tag=TAG, client_state=client)
+    engine.save_checkpoint(
+        str(folder),
+        tag=TAG,
+        client_state=client,
+        exclude_frozen_parameters=recipe.excludes_frozen,
+    )
     distributed.barrier()
     return Trained(
         held=held,
@@ -79,7 +84,9 @@ def resume(
     layout = probe_layout(recipe)
     engine = make_engine(recipe, seed=seed, load_universal=universal)
     distributed.barrier()
-    loaded, client_state = engine.load_checkpoint(str(folder), tag=tag)
+    loaded, client_state = engine.load_checkpoint(
+        str(folder), tag=tag, load_module_strict=not recipe.excludes_frozen
+    )
     if loaded is None:
         raise RuntimeError(f"DeepSpeed found nothing to load in {folder}/{tag}")
     held, global_steps = held_by_all(engine, recipe, layout), engine.global_steps

@@ -55,6 +55,8 @@ class Recipe:
     """Whether DeepSpeed makes the parameter groups itself (Muon)."""
     freeze: str | None = None
     """Parameters whose name this expression finds are not trained."""
+    excludes_frozen: bool = False
+    """Whether they are left out of checkpoints, as adapters are saved."""
     optimizer: tuple[str, Mapping[str, Any]] | None = None
     """A class of torch.optim and its arguments, instead of the AdamW of the configuration."""
     zero: Mapping[str, Any] = field(default_factory=dict)

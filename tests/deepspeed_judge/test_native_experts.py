@@ -79,9 +79,10 @@ PAIRS: list[tuple[str, MixRecipe]] = [
 STATED = """
 [layouts]
 '^(?!OWNER\\.(up|down\\.weight)).*' = "replicated"
-'OWNER\\.up\\..*' = "column_parallel"
-'OWNER\\.down\\.weight' = "row_parallel"
+'OWNER\\.up\\..*' = { layout = "contiguous_split", partition_dim = 0 }
+'OWNER\\.down\\.weight' = { layout = "contiguous_split", partition_dim = 1 }
 """
+"""The model has no heads, so none decide about widths."""
 
 Run = tuple[Mixed, Path]
 

@@ -114,8 +114,8 @@ def pairs() -> Iterator[Any]:
 def label(recipe: Recipe) -> str:
     """The topology in a word; a name for the run."""
     heads = f"-kv{recipe.model_args['kv']}" if "kv" in recipe.model_args else ""
-    topology = f"z{recipe.stage}-dp{recipe.dp}-tp{recipe.tp}"
-    return f"{recipe.model}{heads}-{recipe.dtype}-{topology}"
+    kind = "adapter" if recipe.excludes_frozen else f"{recipe.model}{heads}"
+    return f"{kind}-{recipe.dtype}-z{recipe.stage}-dp{recipe.dp}-tp{recipe.tp}"
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,42 @@ def options(source: Recipe, target: Recipe, folder: Path) -> dict[str, Any]:
 def spread(one: list[float], other: list[float]) -> float:
     """The largest difference of two lists of losses."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+# --------------------------------------------------------------------------- adapters
+
+ADAPTER = Recipe(
+    model="llama",
+    world=2,
+    stage=2,
+    dtype="bf16",
+    freeze="embed_tokens|q_proj",
+    excludes_frozen=True,
+    rows=12,
+)
+ADAPTED: list[Pair] = [
+    (at(ADAPTER, before, 2), at(ADAPTER, *after))
+    for before, after in ((2, (3, 3)), (3, (2, 3)), (1, (2, 1)), (1, (3, 4)), (3, (1, 1)))
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(*pair, id=f"{label(pair[0])}->{label(pair[1])}")
+        for pair in (ADAPTED if WHOLE else ADAPTED[:1])
+    ],
+)
+def test_an_adapter_goes_on_without_the_weights_that_it_was_saved_without(
+    source: Recipe, target: Recipe, judge: Judge, trained: Any, tmp_path: Path
+) -> None:
+    """The frozen weights are those of the base model, which a run loads before its checkpoint."""
+    before, folder = trained(source)
+    root = converted(folder, tmp_path, stage=target.stage, dp=target.dp)
+    after: Resumed = judge.lab.run("resume", target, root, None, SEED, False, world=target.world)
+    assert differences(before.held.full, after.held.full) == []
+    assert {"model.embed_tokens.weight"} < before.held.frozen.keys()
+    assert spread(after.losses, before.next_losses) <= LEAST_NOISE["bf16"]
 
 
 # --------------------------------------------------------------------------- other models

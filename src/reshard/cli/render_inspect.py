@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _GROUP_EXTRAS = ("groups", "param_groups")
 """The extras that every format uses for the parameter groups: names, and hyperparameters."""
-_OWN_EXTRAS = ("model_files", "restore_keys")
+_OWN_EXTRAS = ("lists_frozen", "model_files", "restore_keys")
 """What readers keep for writers; it says nothing to a person, and ``--json`` names it."""
 _HYPERPARAMETERS_LIMIT = 400
 

@@ -15,6 +15,7 @@ counts, world sizes) and is dropped: the target has its own. The rest goes into 
 `universal_checkpoint_info`  the layout metadata of the source topology
 `model_files`             the pass-through part of each model-parallel rank's file, for writers
 `module`                  element type of every tensor of the state dict, in its order
+`lists_frozen`            true where the files list all frozen parameters, though there be none
 ========================= ==========================================================================
 """
 
@@ -52,6 +53,8 @@ def collect_extras(
     extras["model_files"] = Extra(
         [passed_through(text_keyed(column.archive.root)) for column in columns]
     )
+    if root.get("frozen_param_fragments") is not None:
+        extras["lists_frozen"] = Extra(value=True, file=first.file)
     dtypes = {
         name: record.dtype for column in columns for name, record in (column.module or {}).items()
     }

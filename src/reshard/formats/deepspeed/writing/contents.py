@@ -115,6 +115,15 @@ class Contents:
     module: tuple[str, ...]
     pipeline: Pipeline | None
 
+    @property
+    def lists_frozen(self) -> bool:
+        """Whether the source has all frozen parameters of the model, though there be none.
+
+        It has none of them where the run left them out (`exclude_frozen_parameters`, as adapters
+        are saved). DeepSpeed's loader then wants no list: of an empty one it demands each.
+        """
+        return bool(self.frozen) or "lists_frozen" in self.checkpoint.extras
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter or buffer."""
         return self.checkpoint.tensors[name, MASTER].shape

@@ -131,10 +131,12 @@ class Column:
 
         Under ZeRO-2 they are in the module already. DeepSpeed adds them, experts of the rank that
         saves among them, and then loads those on every rank in place of its own. Without the list
-        every rank has its own experts, from their files.
+        every rank has its own experts, from their files. Where the source has no frozen parameters
+        because the run left them out, there is no list: of an empty one each is demanded.
         """
         experts = self.experts.names if self.experts is not None else frozenset()
-        return self.options.stage >= 2 and not experts.intersection(self.contents.frozen)
+        may = self.options.stage >= 2 and not experts.intersection(self.contents.frozen)
+        return may and (self.contents.lists_frozen or bool(self.unoptimized))
 
     @property
     def module(self) -> list[str]:

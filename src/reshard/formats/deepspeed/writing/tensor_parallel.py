@@ -321,6 +321,9 @@ class CutFinder:
         )
         asks = self.kv_heads is None and not {AMBIGUOUS, HEADS_UNSTATED}.isdisjoint(reasons)
         heads = "state the number of key/value heads with --kv-heads, or " if asks else ""
+        even = (
+            "; a contiguous_split is even whatever the heads" if HEADS_UNSTATED in reasons else ""
+        )
         return LayoutError(
             f"how {count_text(len(missing), 'parameter')} {'is' if len(missing) == 1 else 'are'} "
             f"cut over {self.options.tp} tensor-parallel ranks is not known",
@@ -328,5 +331,5 @@ class CutFinder:
             parameter=listed(missing),
             expected="stored maps that tell, or a stated layout",
             found=listed(reasons) if reasons else "nothing about them",
-            next_step=f"{heads}state their layout with --layout FILE (docs/native.md)",
+            next_step=f"{heads}state their layout with --layout FILE (docs/native.md){even}",
         )
