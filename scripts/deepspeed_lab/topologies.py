@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipeRecipe:
-    """A pipeline: its degrees and its ZeRO stage; `ep` is of one with experts."""
+    """A pipeline: its degrees and its ZeRO stage; `ep` and `auto` (AutoEP) where it has experts."""
 
     pp: int
     tp: int = 1
     dp: int = 1
     stage: int = 1
     ep: int = 1
+    auto: bool = False
 
     @property
     def world(self) -> int:
@@ -21,7 +22,8 @@ class PipeRecipe:
         return self.pp * self.tp * self.dp
 
     def __str__(self) -> str:
-        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}"
+        experts = f" ep{self.ep}{' auto' * self.auto}" if self.ep > 1 or self.auto else ""
+        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}{experts}"
 
 
 @dataclass(frozen=True, slots=True)

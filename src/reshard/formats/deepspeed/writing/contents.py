@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
@@ -158,7 +159,8 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
     _require_places(roles, trained)
     frozen = tuple(name for name, role in roles.items() if role is Role.FROZEN)
     buffers = tuple(name for name, role in roles.items() if role is Role.BUFFER)
-    stored = _stored_module(checkpoint, pipeline)
+    has_experts = any(group.has_experts for group in groups)
+    stored = _stored_module(checkpoint, None if has_experts else pipeline)
     model_dtype = options.dtype or _model_dtype(checkpoint, config, stored, trained)
     dtypes = dict.fromkeys(trained, model_dtype)
     if options.dtype is None:
@@ -212,21 +214,23 @@ def _groups(
             "convert to universal instead",
         )
     if pipeline is None:
-        dealt = _ranks_dealt_to(checkpoint, config)
-        orders = [_undealt(_texts(owned), dealt) for owned in names]
+        orders = [_texts(owned) for owned in names]
     else:
         orders = [pipeline.group(index) for index in range(len(names))]
     groups = [
         Group(tuple(owned), _without_params(kept))
         for owned, kept in zip(orders, settings, strict=True)
     ]
-    return tuple(_experts_in_order(group, checkpoint, config) for group in groups)
+    if pipeline is not None:
+        return tuple(groups)
+    return tuple(_in_order(group, checkpoint, config) for group in groups)
 
 
-def _experts_in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
-    """A group of native experts in the order of the model; any other as it is."""
+def _in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
+    """A group in the order of the optimizer, native experts in that of the model."""
     if not group.has_experts:
-        return group
+        dealt = _ranks_dealt_to(checkpoint, config)
+        return replace(group, names=tuple(_undealt(list(group.names), dealt)))
     if _ranks_dealt_to(checkpoint, config) > 1:
         raise UnsupportedError(
             "experts whose flat buffers were dealt out round robin cannot be written natively",
@@ -234,7 +238,7 @@ def _experts_in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -
             found="round_robin_gradients: true",
             next_step="convert to universal instead",
         )
-    if not all(map(is_native, group.names)):
+    if not group.names or not all(map(is_native, group.names)):
         return group
     # a universal folder has no ranks of its own, but the group is still called after the degree
     degree = str(group.settings.get("name", "")).removeprefix("ep_size_")
@@ -248,9 +252,15 @@ def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
     found = extra.value if extra is not None else None
     if not isinstance(found, Pipeline):
         return None
-    dealt = _ranks_dealt_to(checkpoint, config)
+    settings = [_without_params(group) for group in listed(checkpoint, "param_groups")]
     stages = (
-        replace(stage, groups=tuple(tuple(_undealt(list(g), dealt)) for g in stage.groups))
+        replace(
+            stage,
+            groups=tuple(
+                _in_order(Group(names, kept or {}), checkpoint, config).names
+                for names, kept in zip_longest(stage.groups, settings[: len(stage.groups)])
+            ),
+        )
         for stage in found.stages
     )
     return replace(found, stages=tuple(stages))
