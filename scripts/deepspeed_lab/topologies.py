@@ -49,6 +49,8 @@ class MixRecipe:
         (``enable_expert_tensor_parallelism``).
     frozen
         Whether some matrices of experts are not trained.
+    round_robin
+        ``round_robin_gradients``.
     """
 
     world: int
@@ -60,6 +62,7 @@ class MixRecipe:
     data_first: bool = False
     cut_experts: bool = False
     frozen: bool = False
+    round_robin: bool = False
 
     @property
     def dp(self) -> int:

@@ -18,7 +18,7 @@ from itertools import zip_longest
 
 from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
-from reshard.formats.deepspeed.native_moe import is_native
+from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT, is_native
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.native_experts import in_model_order
@@ -228,22 +228,30 @@ def _groups(
 
 def _in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
     """A group in the order of the optimizer, native experts in that of the model."""
-    if not group.has_experts:
-        dealt = _ranks_dealt_to(checkpoint, config)
-        return replace(group, names=tuple(_undealt(list(group.names), dealt)))
-    if _ranks_dealt_to(checkpoint, config) > 1:
-        raise UnsupportedError(
-            "experts whose flat buffers were dealt out round robin cannot be written natively",
-            file=checkpoint.path,
-            found="round_robin_gradients: true",
-            next_step="convert to universal instead",
-        )
-    if not group.names or not all(map(is_native, group.names)):
-        return group
-    # a universal folder has no ranks of its own, but the group is still called after the degree
+    ep = _ep_of(group, checkpoint)
+    native = bool(group.names) and group.has_experts and all(map(is_native, group.names))
+    ranks = _ranks_sharing(group, checkpoint, ep) if _is_dealt(checkpoint, config) else 1
+    # of native experts those of each EP rank are dealt out by themselves
+    length = max(len(group.names) // ep, 1) if native else len(group.names)
+    names: list[str] = []
+    for start in range(0, len(group.names), length or 1):
+        names += _undealt(list(group.names[start : start + length]), ranks)
+    return replace(group, names=tuple(in_model_order(names, ep) if native else names))
+
+
+def _ep_of(group: Group, checkpoint: Checkpoint) -> int:
+    """The expert-parallel degree of a group, after which it is called in universal folders too."""
     degree = str(group.settings.get("name", "")).removeprefix("ep_size_")
-    ep = int(degree) if degree.isdecimal() else checkpoint.topology.ep
-    return replace(group, names=tuple(in_model_order(group.names, ep)))
+    return int(degree) if degree.isdecimal() else checkpoint.topology.ep
+
+
+def _ranks_sharing(group: Group, checkpoint: Checkpoint, ep: int) -> int:
+    """How many ranks of the source share a buffer of a group."""
+    if not group.has_experts:
+        return checkpoint.topology.dp
+    cut = checkpoint.extras.get(EXPERTS_ARE_CUT)
+    columns = 1 if cut is not None and cut.value is True else checkpoint.topology.tp
+    return max(checkpoint.topology.dp * columns // ep, 1)
 
 
 def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
@@ -276,13 +284,13 @@ def _without_params(settings: object) -> dict[str, object]:
     return {str(key): value for key, value in settings.items() if key != "params"}
 
 
-def _ranks_dealt_to(checkpoint: Checkpoint, config: RunConfig) -> int:
-    """To how many ranks the source dealt its parameters out; 1 when they are in order."""
+def _is_dealt(checkpoint: Checkpoint, config: RunConfig) -> bool:
+    """Whether the source's buffers were dealt out round robin."""
     stage = source_stage(checkpoint)
     dtype = config.model_dtype
     if stage not in (1, 2) or not config.round_robin or dtype is None:
-        return 1
-    return 1 if config.uses_bf16_optimizer(stage, dtype) else checkpoint.topology.dp
+        return False
+    return not config.uses_bf16_optimizer(stage, dtype)
 
 
 def _undealt(names: list[str], ranks: int) -> list[str]:
