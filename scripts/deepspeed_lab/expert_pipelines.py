@@ -1,4 +1,4 @@
-"""Pipelines with DeepSpeed's own MoE layers: training, resuming, and what they hold.
+"""Pipelines with experts, DeepSpeed's own layers or AutoEP's: training, resuming, what they hold.
 
 Theory. Each stage counts its layers with experts anew, and has expert-parallel groups of its own.
 DeepSpeed saves such a pipeline as it saves any mixture of experts: the weights of a stage are in
@@ -45,6 +45,34 @@ class ExpertBlock(nn.Module):
         return x + y
 
 
+class MixtralBlock(nn.Module):
+    """A norm, and a mixture of experts of transformers beside the residual, which AutoEP finds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = MixtralSparseMoeBlock(config)
+        for parameter in self.mlp.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        y = self.mlp(self.norm(x))
+        total: torch.Tensor = x + (y[0] if isinstance(y, tuple) else y)
+        return total
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        hidden_size=WIDTH, intermediate_size=10, num_local_experts=EXPERTS, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    return config
+
+
 def _engine(recipe: PipeRecipe, seed: int) -> Any:
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -52,12 +80,19 @@ def _engine(recipe: PipeRecipe, seed: int) -> Any:
 
     torch.manual_seed(seed)
     let_gloo_gather_tokens()
+    mixtral = _mixtral() if recipe.auto else None
+    first, second, last = (
+        LayerSpec(MixtralBlock, mixtral)
+        if recipe.auto
+        else LayerSpec(ExpertBlock, recipe.ep, experts=experts)
+        for experts in (EXPERTS, 2 * EXPERTS, EXPERTS)
+    )
     layers = [
         TiedLayerSpec("embed", Embed, tied_weight_attr=["table.weight"]),
-        LayerSpec(ExpertBlock, recipe.ep, experts=EXPERTS),
-        LayerSpec(ExpertBlock, recipe.ep, experts=2 * EXPERTS),
+        first,
+        second,
         LayerSpec(nn.Linear, WIDTH, WIDTH),
-        LayerSpec(ExpertBlock, recipe.ep, experts=EXPERTS),
+        last,
         TiedLayerSpec("embed", Embed, forward_fn=_head, tied_weight_attr=["table.weight"]),
     ]
     model = PipelineModule(
@@ -73,17 +108,28 @@ def _engine(recipe: PipeRecipe, seed: int) -> Any:
             "universal_checkpoint_version": 0.2,
             "tp_replicated_parameter_patterns": [r".*"],
         }
-    config = {
+    config: dict[str, Any] = {
         **BASE_CONFIG,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": GLOBAL_BATCH // recipe.dp,
         "zero_optimization": {"stage": recipe.stage},
         "pipeline": {"activation_checkpoint_interval": 0},
     }
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "parameters"}
-    )
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups)
+    arguments: dict[str, Any] = {}
+    if recipe.auto:
+        model.config = mixtral
+        config["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": recipe.ep,
+            "use_grouped_mm": False,
+            "preset_model": "mixtral",
+            "moe_layer_pattern": r"\d+\.mlp",
+        }
+    else:
+        arguments["model_parameters"] = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "parameters"}
+        )
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
     return engine
 
 
@@ -109,4 +155,4 @@ def resume_expert_pipeline_natively(recipe: PipeRecipe, folder: Path, seed: int)
 
 
 def _mixture(recipe: PipeRecipe) -> MixRecipe:
-    return MixRecipe(recipe.world, recipe.ep, recipe.tp, native=True)
+    return MixRecipe(recipe.world, recipe.ep, recipe.tp, native=not recipe.auto)

@@ -72,7 +72,10 @@ def _engine(recipe: MixRecipe, seed: int, *, load_universal: bool = False) -> An
     config: dict[str, Any] = {
         **BASE_CONFIG,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // recipe.dp,
-        "zero_optimization": {"stage": recipe.stage},
+        "zero_optimization": {
+            "stage": recipe.stage,
+            "round_robin_gradients": recipe.round_robin,
+        },
         "use_data_before_expert_parallelism": recipe.data_first,
     }
     if recipe.dtype == "bf16":

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipeRecipe:
-    """A pipeline: its degrees and its ZeRO stage; `ep` is of one with experts."""
+    """A pipeline: its degrees and its ZeRO stage; `ep` and `auto` (AutoEP) where it has experts."""
 
     pp: int
     tp: int = 1
     dp: int = 1
     stage: int = 1
     ep: int = 1
+    auto: bool = False
 
     @property
     def world(self) -> int:
@@ -21,7 +22,8 @@ class PipeRecipe:
         return self.pp * self.tp * self.dp
 
     def __str__(self) -> str:
-        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}"
+        experts = f" ep{self.ep}{' auto' * self.auto}" if self.ep > 1 or self.auto else ""
+        return f"pp{self.pp} tp{self.tp} dp{self.dp} zero{self.stage}{experts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class MixRecipe:
         (``enable_expert_tensor_parallelism``).
     frozen
         Whether some matrices of experts are not trained.
+    round_robin
+        ``round_robin_gradients``.
     """
 
     world: int
@@ -58,6 +62,7 @@ class MixRecipe:
     data_first: bool = False
     cut_experts: bool = False
     frozen: bool = False
+    round_robin: bool = False
 
     @property
     def dp(self) -> int:

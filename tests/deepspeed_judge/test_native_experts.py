@@ -37,6 +37,8 @@ SOURCES: dict[str, MixRecipe] = {
     "frozen": MixRecipe(world=2, ep=2, frozen=True),
     "zero0 bf16": MixRecipe(world=2, ep=2, stage=0, dtype="bf16"),
     "zero0 folded tp2": MixRecipe(world=4, ep=2, tp=2, stage=0),
+    "dealt": MixRecipe(world=4, ep=2, stage=2, round_robin=True),
+    "native dealt": MixRecipe(world=4, ep=2, stage=2, native=True, round_robin=True),
     "native zero0": MixRecipe(world=2, ep=2, stage=0, native=True),
 }
 
@@ -74,6 +76,9 @@ PAIRS: list[tuple[str, MixRecipe]] = [
     ("ep2", MixRecipe(world=4, ep=4, stage=0)),
     ("native zero0", SOURCES["native zero0"]),
     ("native zero0", MixRecipe(world=2, ep=1, stage=1, native=True)),
+    ("dealt", MixRecipe(world=4, ep=4, round_robin=True)),
+    ("native dealt", SOURCES["native dealt"]),
+    ("native dealt", MixRecipe(world=4, ep=1, native=True, round_robin=True)),
 ]
 
 STATED = """
@@ -173,7 +178,8 @@ def test_a_stated_layout_decides_over_tensor_ranks(
     stated = tmp_path / "layout.toml"
     stated.write_text(STATED.replace("OWNER", owner))
     target = MixRecipe(4, 2, 2, native=True, cut_experts=cut_experts)
-    out = converted(folder, tmp_path / "o", **options(target), layouts=read_stated_layouts(stated))
+    chosen = {**options(target), "kv_heads": 2, "layouts": read_stated_layouts(stated)}
+    out = converted(folder, tmp_path / "o", **chosen)
     after: Mixed = judge.lab.run(
         "resume_mixture_natively", target, out, SEED + 1, world=target.world
     )

@@ -80,8 +80,8 @@ def test_deepspeed_has_no_such_pipelines(stage: int) -> None:
         lay_out(open_checkpoint(case_named(LAYERS).path), stage=stage, pp=2)
 
 
-def test_experts_in_a_pipeline_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="experts in a pipeline"):
+def test_a_pipeline_without_experts_has_none_to_spread() -> None:
+    with pytest.raises(UsageError, match="no experts to spread"):
         lay_out(open_checkpoint(case_named(LAYERS).path), dp=2, ep=2, pp=2)
 
 

@@ -30,6 +30,7 @@ from reshard.formats.checkpoint import (
     Topology,
 )
 from reshard.formats.deepspeed.contiguous_columns import add_contiguous_columns
+from reshard.formats.deepspeed.expert_pipelines import pipeline_with_experts
 from reshard.formats.deepspeed.expert_reading import (
     Experts,
     leftover_fused,
@@ -403,8 +404,11 @@ class _Reading:
         if self.stage == 0:
             settings = plain_settings(first.archive)
             extras |= {"optimizer_settings": Extra(settings, first.file)} if settings else {}
-        if self.pipeline is not None:
-            extras[PIPELINE] = Extra(self.pipeline)
+        pipeline = self.pipeline or pipeline_with_experts(
+            self.columns, self.experts, self.found.groups, self.degrees.tp
+        )
+        if pipeline is not None:
+            extras[PIPELINE] = Extra(pipeline)
         if self.degrees.tp > 1 and any(self.experts.native):
             extras[EXPERTS_ARE_CUT] = Extra(self.experts.native_are_cut)
         extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)

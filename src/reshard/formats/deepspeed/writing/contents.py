@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from reshard.errors import CheckpointError, UnsupportedError, count_text
 from reshard.formats.checkpoint import Checkpoint, Role, Scalar
-from reshard.formats.deepspeed.native_moe import is_native
+from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT, is_native
 from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.writing.flat_rules import deal_order
 from reshard.formats.deepspeed.writing.native_experts import in_model_order
@@ -167,7 +168,8 @@ def contents_of(checkpoint: Checkpoint, options: NativeOptions) -> Contents:
     _require_places(roles, trained)
     frozen = tuple(name for name, role in roles.items() if role is Role.FROZEN)
     buffers = tuple(name for name, role in roles.items() if role is Role.BUFFER)
-    stored = _stored_module(checkpoint, pipeline)
+    has_experts = any(group.has_experts for group in groups)
+    stored = _stored_module(checkpoint, None if has_experts else pipeline)
     model_dtype = options.dtype or _model_dtype(checkpoint, config, stored, trained)
     dtypes = dict.fromkeys(trained, model_dtype)
     if options.dtype is None:
@@ -221,34 +223,44 @@ def _groups(
             "convert to universal instead",
         )
     if pipeline is None:
-        dealt = _ranks_dealt_to(checkpoint, config)
-        orders = [_undealt(_texts(owned), dealt) for owned in names]
+        orders = [_texts(owned) for owned in names]
     else:
         orders = [pipeline.group(index) for index in range(len(names))]
     groups = [
         Group(tuple(owned), _without_params(kept))
         for owned, kept in zip(orders, settings, strict=True)
     ]
-    return tuple(_experts_in_order(group, checkpoint, config) for group in groups)
+    if pipeline is not None:
+        return tuple(groups)
+    return tuple(_in_order(group, checkpoint, config) for group in groups)
 
 
-def _experts_in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
-    """A group of native experts in the order of the model; any other as it is."""
-    if not group.has_experts:
-        return group
-    if _ranks_dealt_to(checkpoint, config) > 1:
-        raise UnsupportedError(
-            "experts whose flat buffers were dealt out round robin cannot be written natively",
-            file=checkpoint.path,
-            found="round_robin_gradients: true",
-            next_step="convert to universal instead",
-        )
-    if not all(map(is_native, group.names)):
-        return group
-    # a universal folder has no ranks of its own, but the group is still called after the degree
+def _in_order(group: Group, checkpoint: Checkpoint, config: RunConfig) -> Group:
+    """A group in the order of the optimizer, native experts in that of the model."""
+    ep = _ep_of(group, checkpoint)
+    native = bool(group.names) and group.has_experts and all(map(is_native, group.names))
+    ranks = _ranks_sharing(group, checkpoint, ep) if _is_dealt(checkpoint, config) else 1
+    # of native experts those of each EP rank are dealt out by themselves
+    length = max(len(group.names) // ep, 1) if native else len(group.names)
+    names: list[str] = []
+    for start in range(0, len(group.names), length or 1):
+        names += _undealt(list(group.names[start : start + length]), ranks)
+    return replace(group, names=tuple(in_model_order(names, ep) if native else names))
+
+
+def _ep_of(group: Group, checkpoint: Checkpoint) -> int:
+    """The expert-parallel degree of a group, after which it is called in universal folders too."""
     degree = str(group.settings.get("name", "")).removeprefix("ep_size_")
-    ep = int(degree) if degree.isdecimal() else checkpoint.topology.ep
-    return replace(group, names=tuple(in_model_order(group.names, ep)))
+    return int(degree) if degree.isdecimal() else checkpoint.topology.ep
+
+
+def _ranks_sharing(group: Group, checkpoint: Checkpoint, ep: int) -> int:
+    """How many ranks of the source share a buffer of a group."""
+    if not group.has_experts:
+        return checkpoint.topology.dp
+    cut = checkpoint.extras.get(EXPERTS_ARE_CUT)
+    columns = 1 if cut is not None and cut.value is True else checkpoint.topology.tp
+    return max(checkpoint.topology.dp * columns // ep, 1)
 
 
 def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
@@ -257,9 +269,15 @@ def _pipeline(checkpoint: Checkpoint, config: RunConfig) -> Pipeline | None:
     found = extra.value if extra is not None else None
     if not isinstance(found, Pipeline):
         return None
-    dealt = _ranks_dealt_to(checkpoint, config)
+    settings = [_without_params(group) for group in listed(checkpoint, "param_groups")]
     stages = (
-        replace(stage, groups=tuple(tuple(_undealt(list(g), dealt)) for g in stage.groups))
+        replace(
+            stage,
+            groups=tuple(
+                _in_order(Group(names, kept or {}), checkpoint, config).names
+                for names, kept in zip_longest(stage.groups, settings[: len(stage.groups)])
+            ),
+        )
         for stage in found.stages
     )
     return replace(found, stages=tuple(stages))
@@ -275,13 +293,13 @@ def _without_params(settings: object) -> dict[str, object]:
     return {str(key): value for key, value in settings.items() if key != "params"}
 
 
-def _ranks_dealt_to(checkpoint: Checkpoint, config: RunConfig) -> int:
-    """To how many ranks the source dealt its parameters out; 1 when they are in order."""
+def _is_dealt(checkpoint: Checkpoint, config: RunConfig) -> bool:
+    """Whether the source's buffers were dealt out round robin."""
     stage = source_stage(checkpoint)
     dtype = config.model_dtype
     if stage not in (1, 2) or not config.round_robin or dtype is None:
-        return 1
-    return 1 if config.uses_bf16_optimizer(stage, dtype) else checkpoint.topology.dp
+        return False
+    return not config.uses_bf16_optimizer(stage, dtype)
 
 
 def _undealt(names: list[str], ranks: int) -> list[str]:

@@ -24,7 +24,7 @@ Sources: `engine.py` (`_save_moe_checkpoint`), `utils/groups.py`, `moe/layer.py`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reshard.errors import LayoutError, UnsupportedError, UsageError
@@ -42,6 +42,7 @@ from reshard.formats.deepspeed.writing.expert_blocks import (
 )
 from reshard.formats.deepspeed.writing.native_experts import cut_to_rank, local_names
 from reshard.formats.deepspeed.writing.options import NativeOptions
+from reshard.formats.pipelines import split_owner
 from reshard.geometry import maps_to_document
 from reshard.layouts.experts import ExpertPlacement, expert_map
 
@@ -74,6 +75,25 @@ class ExpertGrid:
     data_first: bool = False
     is_native: bool = False
     is_cut: bool = False
+
+    def on_stage(self, stage: Contents) -> ExpertGrid:
+        """The experts of a pipeline stage, which counts its layers anew.
+
+        Raises
+        ------
+        UnsupportedError
+            When it has none.
+        """
+        owners = {split_owner(name)[0] for group in stage.groups for name in group.names}
+        held = [block for block in self.blocks if split_owner(block.prefix)[0] in owners]
+        if not held:
+            raise UnsupportedError(
+                "DeepSpeed trains no pipeline that has experts on some of its stages only",
+                found=f"a stage of layers {', '.join(sorted(owners))} without experts",
+                next_step="choose other stages with --stage-starts, or fewer",
+            )
+        blocks = tuple(replace(block, number=number) for number, block in enumerate(held))
+        return replace(self, blocks=blocks)
 
     @property
     def edp(self) -> int:

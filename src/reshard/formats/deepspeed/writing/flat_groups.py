@@ -19,28 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from reshard.errors import UnsupportedError
 from reshard.formats.assembly import Assembler, Stretch
 from reshard.formats.checkpoint import Region
 from reshard.formats.deepspeed.writing.contents import Contents, HeldStates
 from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid
-from reshard.formats.deepspeed.writing.flat_rules import (
-    alignment_paddings,
-    deal_order,
-    partition_length,
-    split_sub_groups,
-    tail_padding,
-)
+from reshard.formats.deepspeed.writing.flat_buffers import FlatBuffer, buffer_rows
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.geometry import ParamAffineMap
-from reshard.layouts.flat import (
-    FlatFragment,
-    contiguous_partition,
-    flat_offsets,
-    per_parameter_length,
-    per_parameter_partition,
-)
+from reshard.layouts.flat import FlatFragment
 
 MUON_STATE = "momentum_buffer"
 """The state that Muon keeps whole."""
@@ -145,23 +132,7 @@ class Bank:
         return self.shards[ep_rank], partition
 
 
-# --------------------------------------------------------------------------- first pass: the cut
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A flat buffer of one shard of a parameter group, in integers.
-
-    `shard` is the column, or the EP rank of experts.
-    """
-
-    shard: int
-    param_group: int
-    shapes: Mapping[str, tuple[int, ...]]
-    alignment: tuple[int, ...]
-    fragments: tuple[FlatFragment, ...]
-    lengths: tuple[int, ...]
-    paddings: tuple[int, ...]
+# --------------------------------------------------------------------------- banks
 
 
 def flat_banks(
@@ -194,7 +165,9 @@ def flat_banks(
         for column in range(1 if group.has_experts and shared else options.tp)
     ]
     rows = [
-        (place, row) for place in places for row in _rows(contents, options, cuts, place, experts)
+        (place, row)
+        for place in places
+        for row in buffer_rows(contents, options, cuts, place, experts)
     ]
     windows = _windows([buffer for _, row in rows for buffer in row], cuts)
     banks: dict[tuple[int, int], list[Bank]] = {place: [] for place in places}
@@ -217,111 +190,11 @@ def flat_banks(
     )
 
 
-def _rows(
-    contents: Contents,
-    options: NativeOptions,
-    cuts: Mapping[str, Cut],
-    place: tuple[int, int],
-    experts: ExpertGrid | None,
-) -> Iterator[tuple[_Buffer, ...]]:
-    """The buffers of one parameter group on one column; of experts, side by side by EP rank."""
-    column, index = place
-    if experts is None or not contents.groups[index].has_experts:
-        for buffer in _buffers(contents, options, cuts, place, options.dp):
-            yield (buffer,)
-        return
-    by_rank = [
-        list(_buffers(contents, options, cuts, (experts.shard(rank, column), index), experts.edp))
-        for rank in range(experts.ep)
-    ]
-    yield from zip(*by_rank, strict=True)
-
-
-def _buffers(
-    contents: Contents,
-    options: NativeOptions,
-    cuts: Mapping[str, Cut],
-    place: tuple[int, int],
-    partitions: int,
-) -> Iterator[_Buffer]:
-    """The buffers of one parameter group on one shard: several only under ZeRO-3."""
-    shard, index = place
-    shapes = {
-        name: cuts[name].shapes[shard]
-        for name in contents.groups[index].names
-        if prod(cuts[name].shapes.get(shard, (0,)))
-    }
-    if not shapes:
-        raise UnsupportedError(
-            "an optimizer group would have no parameter on a model-parallel rank",
-            rank=f"mp {shard}",
-            found=f"group {index}",
-            next_step="DeepSpeed cannot train such a group; choose another topology",
-        )
-    if options.stage == 3:
-        yield from _per_parameter(contents, options, shapes, place, partitions)
-    else:
-        yield _contiguous(contents, options, shapes, place, partitions)
-
-
-def _contiguous(
-    contents: Contents,
-    options: NativeOptions,
-    shapes: Mapping[str, tuple[int, ...]],
-    place: tuple[int, int],
-    partitions: int,
-) -> _Buffer:
-    """ZeRO-1 and 2: end to end, in the configured order, and cut into equal parts."""
-    config = contents.config
-    names = list(shapes)
-    plain = config.uses_bf16_optimizer(options.stage, contents.model_dtype)
-    if config.round_robin and not plain:
-        names = [names[position] for position in deal_order(len(names), partitions)]
-    numels = [prod(shapes[name]) for name in names]
-    aligned = config.parameter_alignment and not plain
-    itemsize = contents.dtypes[names[0]].itemsize
-    alignment = alignment_paddings(numels, itemsize) if aligned else (0,) * len(numels)
-    _, end = flat_offsets(numels, alignment)
-    length = partition_length(end, partitions)
-    return _Buffer(
-        *place,
-        {name: shapes[name] for name in names},
-        alignment,
-        tuple(contiguous_partition(numels, length, alignment)),
-        (length,) * partitions,
-        tuple(tail_padding(end, length, rank) for rank in range(partitions)),
-    )
-
-
-def _per_parameter(
-    contents: Contents,
-    options: NativeOptions,
-    shapes: Mapping[str, tuple[int, ...]],
-    place: tuple[int, int],
-    partitions: int,
-) -> Iterator[_Buffer]:
-    """ZeRO-3: each shard by itself, in as many sub-groups as the configured size makes."""
-    names = list(shapes)
-    numels = [prod(shapes[name]) for name in names]
-    size = options.sub_group_size or contents.config.sub_group_size
-    for positions in split_sub_groups(numels, partitions, size):
-        owned = [numels[position] for position in positions]
-        length = per_parameter_length(owned, partitions)
-        yield _Buffer(
-            *place,
-            {names[position]: shapes[names[position]] for position in positions},
-            (),
-            tuple(per_parameter_partition(owned, partitions)),
-            (length,) * partitions,
-            (0,) * partitions,
-        )
-
-
-# --------------------------------------------------------------------------- second pass: the maps
+# --------------------------------------------------------------------------- maps
 
 
 def _windows(
-    buffers: Sequence[_Buffer], cuts: Mapping[str, Cut]
+    buffers: Sequence[FlatBuffer], cuts: Mapping[str, Cut]
 ) -> dict[tuple[int, int], list[Window]]:
     """What every partition of every buffer holds, by `(number of the buffer, partition)`."""
     by_name: dict[str, list[tuple[int, FlatFragment]]] = {}
@@ -389,7 +262,7 @@ def _flat_group(
     contents: Contents,
     options: NativeOptions,
     cuts: Mapping[str, Cut],
-    buffer: _Buffer,
+    buffer: FlatBuffer,
     windows: Sequence[Sequence[Window]],
 ) -> FlatGroup:
     partitions = tuple(
@@ -406,7 +279,9 @@ def _flat_group(
     )
 
 
-def _whole(windows: Sequence[Window], cuts: Mapping[str, Cut], buffer: _Buffer) -> Iterator[Window]:
+def _whole(
+    windows: Sequence[Window], cuts: Mapping[str, Cut], buffer: FlatBuffer
+) -> Iterator[Window]:
     start = 0
     for window in windows:
         numel = prod(buffer.shapes[window.name])

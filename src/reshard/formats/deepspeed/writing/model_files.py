@@ -163,8 +163,9 @@ def model_tree(column: Column, rank: int, optimizer: object, bulk: Bulk) -> dict
         Receives what goes into the storages.
     """
     contents, options = column.contents, column.options
-    # the weights of a pipeline are in the files of its layers
-    module = None if contents.pipeline else _module(column, bulk)
+    # the weights of a pipeline without experts are in the files of its layers
+    in_layers = contents.pipeline is not None and column.experts is None
+    module = None if in_layers else _module(column, bulk)
     keeps_frozen = column.lists_frozen
     own: dict[str, object] = {
         "module": module,

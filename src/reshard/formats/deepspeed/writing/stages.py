@@ -2,7 +2,8 @@
 
 Theory. A stage of a pipeline is a checkpoint of its own: it has the optimizer groups, restricted to
 its layers, in files of its own. So the target is made stage by stage from restricted contents, and
-everything else is as without a pipeline. Weights lie in one file a layer, whatever the stages.
+everything else is as without a pipeline. Weights lie in one file a layer, whatever the stages; with
+experts they lie in the model-state file of the stage, as in any mixture of experts.
 
 Where stages begin is the model's choice (`partition_method`), and neither the choice nor its
 outcome is stored. It is known in three cases: there is one stage, there are the stages of the
@@ -15,7 +16,7 @@ Source: `runtime/pipe/module.py` (`_build`, `save_state_dict`, `load_state_dir`)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.errors import CheckpointError, LayoutError, UnsupportedError, count_text
@@ -26,7 +27,7 @@ from reshard.formats.deepspeed.writing.contents import Contents, Group
 from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.dealing import deal_layers
 from reshard.formats.deepspeed.writing.options import NativeOptions
-from reshard.formats.pipelines import Pipeline, PipelineLayer, PipelineStage
+from reshard.formats.pipelines import Pipeline, PipelineLayer, PipelineStage, split_owner
 from reshard.formats.target import OutputFile
 from reshard.formats.torch_archive import NewTensor
 
@@ -58,9 +59,16 @@ def stages_of(contents: Contents, options: NativeOptions) -> tuple[Contents, ...
             expected="--stage 0 or 1",
             found=options.stage,
         )
-    if options.ep > 1 or any(group.has_experts for group in contents.groups):
-        raise UnsupportedError("experts in a pipeline cannot be written")
-    return tuple(_restricted(contents, stage) for stage in _target_stages(pipeline, options))
+    stages = _target_stages(pipeline, options)
+    if not any(group.has_experts for group in contents.groups):
+        return tuple(_restricted(contents, stage) for stage in stages)
+    if options.stage == 0:
+        raise UnsupportedError(
+            "a pipeline with experts can be written for ZeRO-1 only",
+            found="--stage 0",
+            next_step="choose --stage 1",
+        )
+    return tuple(_with_weights(_restricted(contents, stage), stage, stages) for stage in stages)
 
 
 def _require_one_stage(contents: Contents, options: NativeOptions) -> None:
@@ -88,6 +96,27 @@ def _restricted(contents: Contents, stage: PipelineStage) -> Contents:
     )
     buffers = tuple(name for name in contents.buffers if name in stage.buffers)
     return replace(contents, groups=tuple(groups), buffers=buffers)
+
+
+def _with_weights(
+    contents: Contents, stage: PipelineStage, stages: Sequence[PipelineStage]
+) -> Contents:
+    """Contents of a stage whose weights are in its model-state file, as those with experts are."""
+    owners = set(stage.owners())
+    known = {owner for one in stages for owner in one.owners()}
+    for name in contents.frozen:
+        if split_owner(name)[0] not in known:
+            raise UnsupportedError(
+                "a layer of a pipeline with experts has nothing that is trained, so its stage is "
+                "not known",
+                parameter=name,
+                next_step="convert to universal instead",
+            )
+    return replace(
+        contents,
+        frozen=tuple(name for name in contents.frozen if split_owner(name)[0] in owners),
+        module=tuple(name for name in contents.module if split_owner(name)[0] in owners),
+    )
 
 
 def _target_stages(pipeline: Pipeline, options: NativeOptions) -> tuple[PipelineStage, ...]:
@@ -121,7 +150,7 @@ def layer_files(
     shelf
         Lays the archives out.
     """
-    if contents.pipeline is None:
+    if contents.pipeline is None or any(group.has_experts for group in contents.groups):
         return
     for layer in contents.pipeline.layers:
         for tp in range(options.tp):

@@ -94,6 +94,8 @@ def _columns(
     info: Mapping[str, object] | None,
 ) -> Iterator[Column]:
     """The tensor ranks of one pipeline stage."""
+    if experts is not None and stage.pipeline is not None:
+        experts = experts.on_stage(stage)
     banks: tuple[tuple[Bank, ...], ...] = ((),) * options.tp
     if options.stage:
         banks = flat_banks(stage, options, cuts, experts)
