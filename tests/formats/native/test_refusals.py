@@ -109,6 +109,49 @@ def test_heads_that_contradict_the_configuration_are_refused(tmp_path: Path) -> 
         lay_out(source, tp=4, kv_heads=4)
 
 
+@pytest.mark.parametrize("heads", [3, 5, 100])
+def test_heads_that_divide_nothing_are_refused(heads: int) -> None:
+    source = open_checkpoint(case_named("golden/llama_z1_tp2dp2_fp32").path)
+    with pytest.raises(
+        UsageError,
+        match=rf"divides no extent .* expected a divisor of one of .*, found --kv-heads {heads}; next",
+    ):
+        lay_out(source, tp=4, kv_heads=heads)
+
+
+def test_one_head_where_the_maps_show_two_is_told_from_a_missing_layout() -> None:
+    source = open_checkpoint(case_named("golden/llama_z1_tp2dp2_fp32").path)
+    with pytest.raises(LayoutError, match=r"correct --kv-heads \(1 does not fit its maps\)"):
+        lay_out(source, tp=4, kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "configured", "said"),
+    [
+        (4, 2, None, "2 key/value heads (--kv-heads), 1+1+0+0 of them on the 4 tensor ranks"),
+        (4, 4, None, "4 key/value heads (--kv-heads), 1+1+1+1 of them on the 4 tensor ranks"),
+        (4, None, 2, "2 key/value heads (config.json), 1+1+0+0 of them on the 4 tensor ranks"),
+        (1, 2, None, None),
+    ],
+)
+def test_the_number_of_heads_that_decided_is_reported(
+    tp: int, heads: int | None, configured: int | None, said: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(case_named("golden/llama_z1_tp2dp2_fp32").path, folder)
+    if configured:
+        (folder / "config.json").write_text(f'{{"num_key_value_heads": {configured}}}')
+    options = NativeOptions(stage=1, dp=1, tp=tp, kv_heads=heads)
+    target = lay_out_deepspeed(open_checkpoint(folder), tag="t", options=options)
+    found = [note for note in target.notes if "key/value heads" in note]
+    assert (
+        found
+        == [f"the attention is cut for {said}; a model with another number cannot load it"][
+            : said is not None
+        ]
+    )
+
+
 def test_elastic_checkpoints_keep_no_hyperparameters() -> None:
     source = open_checkpoint(case_named("0.19.8/plain_elastic_z1_dp2").path)
     with pytest.raises(

@@ -96,6 +96,12 @@ class Source:
         return kept if isinstance(kept, int) else self.configured_heads
 
     @property
+    def heads_told_by(self) -> str:
+        """Where that number is from, in words."""
+        kept = isinstance(self.info.get(KEPT_HEADS), int)
+        return "kept by an earlier conversion" if kept else "config.json"
+
+    @property
     def is_autotp(self) -> bool:
         """Whether AutoTP made the cuts."""
         return AUTOTP_MARK in self.info

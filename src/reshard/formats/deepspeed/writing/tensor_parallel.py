@@ -26,7 +26,7 @@ from reshard.formats.deepspeed.writing.contents import Contents
 from reshard.formats.deepspeed.writing.cuts import Cut, padded_cut
 from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid
 from reshard.formats.deepspeed.writing.options import NativeOptions
-from reshard.formats.deepspeed.writing.rescaling import AMBIGUOUS, Known, Rescaling
+from reshard.formats.deepspeed.writing.rescaling import AMBIGUOUS, UNEXPLAINED, Known, Rescaling
 from reshard.formats.deepspeed.writing.source_cuts import Source
 from reshard.formats.layout_source import listed
 from reshard.formats.stated_layouts import StatedLayouts
@@ -321,6 +321,8 @@ class CutFinder:
         )
         asks = self.kv_heads is None and not {AMBIGUOUS, HEADS_UNSTATED}.isdisjoint(reasons)
         heads = "state the number of key/value heads with --kv-heads, or " if asks else ""
+        if self.options.kv_heads is not None and UNEXPLAINED in reasons:
+            heads = f"correct --kv-heads ({self.options.kv_heads} does not fit its maps), or "
         even = (
             "; a contiguous_split is even whatever the heads" if HEADS_UNSTATED in reasons else ""
         )

@@ -26,6 +26,7 @@ from reshard.formats.deepspeed.writing.expert_files import expert_files
 from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid, expert_grid
 from reshard.formats.deepspeed.writing.flat_groups import Bank, flat_banks
 from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
+from reshard.formats.deepspeed.writing.heads import heads_note, require_fitting_heads
 from reshard.formats.deepspeed.writing.model_files import Column, model_tree
 from reshard.formats.deepspeed.writing.optimizer_files import optimizer_tree
 from reshard.formats.deepspeed.writing.options import NativeOptions
@@ -81,7 +82,11 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
         *_optimizer_files(columns, shelf),
         *_expert_optimizer_files(columns, shelf),
     ]
-    said = notes(contents, options, [column.banks for column in columns], _empty(columns))
+    require_fitting_heads(options, source, cuts)
+    said = [
+        *notes(contents, options, [column.banks for column in columns], _empty(columns)),
+        *heads_note(options, source, cuts),
+    ]
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
 
 
