@@ -16,12 +16,13 @@ from reshard.errors import CompositionError, UsageError
 from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.assembling import closed, folded_segments, layers_of
 from reshard.geometry.index_math import numel, row_major_strides
+from reshard.geometry.layers import table_layers
 from reshard.geometry.links import Link, from_dest, from_source, make_link, meet
 from reshard.geometry.matching import matched
 from reshard.geometry.piece import AffinePiece, trusted_piece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.plan import SegmentTable, TransferPlan
-from reshard.geometry.refinement import table_layers
+from reshard.geometry.plan import TransferPlan
+from reshard.geometry.segments import SegmentTable
 from reshard.geometry.tables import LinkTable
 
 

@@ -6,7 +6,6 @@ into links in many ways; folding chooses one of them, from the pairs alone:
 1. The pairs are cut into *runs*: maximal chains of step (1, 1). These are unique.
 2. Equal blocks are chained (:mod:`reshard.geometry.chains`): those of one shape become one block
    with one more dimension wherever they are evenly spaced. This repeats until nothing chains.
-
 3. Before that, what repeats as a whole is taken off, and put back in the end
    (:mod:`reshard.geometry.peeling`).
 
