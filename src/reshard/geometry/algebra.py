@@ -121,7 +121,7 @@ def invert(plan: TransferPlan | ParamAffineMap) -> TransferPlan:
     >>> from reshard.geometry import Segment
     >>> there = TransferPlan({0: (4,)}, {7: (2,)}, [Segment((2,), 0, 1, (2,), 7, 0, (1,))], {})
     >>> print(invert(there))
-    1 segments, 2 elements
+    1 segment, 2 elements
       7[0 + 2×1] → 0[1 + 2×2]
       nothing → 0: [0, 1), [2, 3)
     """

@@ -227,7 +227,7 @@ def _check_in_pairs(subject: Subject) -> int:
                 "P5",
                 row,
                 link.near,
-                expected=f"{size * others} elements that others hold",
+                expected=f"{count_text(size * others, 'element')} that others hold",
                 found=shared[row],
             )
         covered[place] += size
