@@ -118,3 +118,27 @@ def test_ten_thousand_rows_fold_like_the_block_that_they_are() -> None:
     listed = ParamAffineMap((320_000,), {0: (50_000,)}, {0: Random(0).sample(rows, len(rows))})
     (folded,) = listed.canonical().pieces_by_rank[0]
     assert folded == AffinePiece((5_000, 2, 5), 0, (64, 20, 1), 0, (10, 5, 1), (0,))
+
+
+def scattered_blocks(rnd: Random) -> ParamAffineMap:
+    """Blocks of a matrix chosen at random, 1800 to 2048 rows of blocks in all, in one shard."""
+    pieces: list[AffinePiece] = []
+    count = at = 0
+    for band in range(12):
+        height = rnd.randint(20, 40)
+        for column in sorted(rnd.sample(range(12), 6)):
+            if count + height <= 2048:
+                width = rnd.choice([3, 4, 5])
+                offset = 60 * 40 * band + 5 * column
+                pieces.append(AffinePiece((height, width), offset, (60, 1), at, (width, 1), (0,)))
+                count, at = count + height, at + height * width
+    return ParamAffineMap((60 * 40 * 12,), {0: (at,)}, {0: pieces})
+
+
+def test_up_to_2048_runs_have_one_form_also_where_cuts_make_more_of_them() -> None:
+    for seed in range(6):
+        rnd = Random(seed)
+        one = scattered_blocks(rnd)
+        form = one.canonical()
+        for straight in (True, False):
+            assert recut_map(rnd, one, 2, straight=straight).canonical() == form

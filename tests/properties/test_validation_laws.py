@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from reshard.errors import InvalidMapError, UnsupportedError, UsageError
-from reshard.geometry import AffinePiece, ParamAffineMap, grid, refinement
+from reshard.geometry import AffinePiece, ParamAffineMap, disjointness, grid, refinement
 from tests.properties import dense_oracle as dense
 from tests.properties.strategies import (
     SETTINGS,
@@ -61,9 +61,9 @@ def test_pieces_that_no_grid_reads_are_judged_alike(case: Case) -> None:
     """The same by meeting pieces in pairs; only ranks that hold an element twice are beyond it."""
     one = damaged(case.random("damage"), case.map(scaled=True))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid, refinement):
+        for module in (disjointness, grid, refinement):
             patch.setattr(module, "MOST_BOXES", 0)
-        patch.setattr(refinement, "FEW_WALKS", 0)
+        patch.setattr(disjointness, "FEW_WALKS", 0)
         said = verdict(one)
     wrong = dense.broken(one, partial=True)
     if said == "beyond":

@@ -25,8 +25,9 @@ from reshard.geometry.composition import alternates, compose
 from reshard.geometry.nesting import cut_flat_range, locate, nest
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.plan import Segment, SegmentTable, TransferPlan
+from reshard.geometry.plan import TransferPlan
 from reshard.geometry.replicas import Choose, balanced, lowest_rank, same_rank_first
+from reshard.geometry.segments import Segment, SegmentTable
 from reshard.geometry.tables import LinkTable
 from reshard.geometry.trace import trace_map
 

@@ -16,12 +16,13 @@ from reshard.errors import CompositionError, UsageError
 from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.assembling import closed, folded_segments, layers_of
 from reshard.geometry.index_math import numel, row_major_strides
+from reshard.geometry.layers import table_layers
 from reshard.geometry.links import Link, from_dest, from_source, make_link, meet
 from reshard.geometry.matching import matched
 from reshard.geometry.piece import AffinePiece, trusted_piece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.plan import SegmentTable, TransferPlan
-from reshard.geometry.refinement import table_layers
+from reshard.geometry.plan import TransferPlan
+from reshard.geometry.segments import SegmentTable
 from reshard.geometry.tables import LinkTable
 
 
@@ -120,7 +121,7 @@ def invert(plan: TransferPlan | ParamAffineMap) -> TransferPlan:
     >>> from reshard.geometry import Segment
     >>> there = TransferPlan({0: (4,)}, {7: (2,)}, [Segment((2,), 0, 1, (2,), 7, 0, (1,))], {})
     >>> print(invert(there))
-    1 segments, 2 elements
+    1 segment, 2 elements
       7[0 + 2×1] → 0[1 + 2×2]
       nothing → 0: [0, 1), [2, 3)
     """

@@ -13,15 +13,17 @@ import numpy as np
 
 from reshard.errors import CompositionError, count_text
 from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.disjointness import names_once
 from reshard.geometry.equality import writes_once
 from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
+from reshard.geometry.layers import table_layers
 from reshard.geometry.matching import Matches
 from reshard.geometry.ordering import Ints, classes_of, order_by, places_of, starts_of
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.plan import SegmentTable, TransferPlan
-from reshard.geometry.refinement import names_once, table_layers
+from reshard.geometry.plan import TransferPlan
+from reshard.geometry.segments import SegmentTable
 from reshard.geometry.tables import concatenated
 
 Shapes = Mapping[int, tuple[int, ...]]

@@ -42,9 +42,10 @@ from reshard.geometry.matching import Matches, matched
 from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints, order_by
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.plan import SegmentTable, TransferPlan
+from reshard.geometry.plan import TransferPlan
 from reshard.geometry.refinement import Arrangement
 from reshard.geometry.replicas import Choose, balanced, lowest_rank
+from reshard.geometry.segments import SegmentTable
 from reshard.geometry.tables import concatenated
 
 WORTH = 8

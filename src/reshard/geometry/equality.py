@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard.geometry.disjointness import names_once
 from reshard.geometry.matching import matched
 from reshard.geometry.ordering import Ints, classes_of, grouped_sums
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.refinement import names_once
 
 
 def writes_once(table: PieceTable) -> bool:

@@ -6,17 +6,16 @@ into links in many ways; folding chooses one of them, from the pairs alone:
 1. The pairs are cut into *runs*: maximal chains of step (1, 1). These are unique.
 2. Equal blocks are chained (:mod:`reshard.geometry.chains`): those of one shape become one block
    with one more dimension wherever they are evenly spaced. This repeats until nothing chains.
-
 3. Before that, what repeats as a whole is taken off, and put back in the end
    (:mod:`reshard.geometry.peeling`).
 
 A link of many dimensions stands for many runs. Once it has lost the dimensions that all links of
-its group share, it is expanded into them when its whole group has at most :data:`FEW_RUNS` (a run
-that is cut counts for each part): the form of such a group depends on its pairs alone, however
-crooked the links were cut. In groups of more,
-where time must not follow the number of elements, whole links take the place of runs: those that
-continue each other are joined, equal ones chained, until nothing changes. That undoes ordinary
-cuts; but two lists of links that cut into each other in passing may keep different forms.
+its group share, it is expanded into them when its whole group has at most :data:`FEW_RUNS`, which
+the links cut into at most :data:`MOST_PARTS`: the form of such a group depends on its pairs alone,
+however crooked the links were cut. In groups of more, where time must not follow the number of
+elements, whole links take the place of runs: those that continue each other are joined, equal ones
+chained, until nothing changes. That undoes ordinary cuts; but two lists of links that cut into each
+other in passing may keep different forms.
 
 What may not be merged (another holder, scale, pair of ranks) is another *group*; grouping before
 folding is what lets a stack of blocks that alternate between holders fold at all.
@@ -38,8 +37,12 @@ from reshard.geometry.ordering import BATCH, Ints, batches, expanded, order_by
 from reshard.geometry.peeling import Peel
 from reshard.geometry.tables import LinkTable, concatenated, folding_rows
 
+Flags = NDArray[np.bool_]
+"""An array of truth values."""
 FEW_RUNS = 2048
-"""Groups whose links have at most so many runs are folded from their runs."""
+"""Groups of at most so many runs are folded from their runs;"""
+MOST_PARTS = 8 * FEW_RUNS
+"""they are counted where the links cut them into at most so many parts."""
 SMALL = 64
 """Groups of more links are not asked whether nothing in them can merge; in most, something can."""
 
@@ -79,7 +82,7 @@ def _fold_at_once(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return in_order(table, np.concatenate([group[kept], opened_group]))
 
 
-def _settled(table: LinkTable, group: Ints) -> NDArray[np.bool_]:
+def _settled(table: LinkTable, group: Ints) -> Flags:
     """Mark the rows of groups in which plainly nothing can merge; rows are sorted.
 
     That is so in a group of one link, and in a small one whose links lie one after the other, no
@@ -127,11 +130,11 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         before = np.bincount(group, minlength=groups)
         peel = Peel(groups)
         table = peel.links(table, group)
-        table, group, complete = _with_few_runs_expanded(table, group, peel)
+        table, group, complete, counted = _with_few_runs_expanded(table, group, peel)
         table, group = _merged(table, group)
         table, group = in_order(peel.put_back(table, group), group)
         complete |= np.bincount(group, minlength=groups) == before
-        complete |= ~(peel.lost() | _would_open(table, group, groups))
+        complete |= ~(peel.lost() | _would_open(table, group, counted))
         final = np.flatnonzero(complete[group])
         done.append((table.take(final), group[final]))
         going = np.flatnonzero(~complete[group])
@@ -139,11 +142,12 @@ def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
 
 
-def _would_open(table: LinkTable, group: Ints, groups: int) -> NDArray[np.bool_]:
+def _would_open(table: LinkTable, group: Ints, counted: Flags) -> Flags:
     """Mark the groups of which links could be taken apart further than they were."""
-    peel = Peel(groups)
+    peel = Peel(len(counted))
     peel.links(table, group)
-    return peel.lost() | (np.bincount(group, run_counts(table), groups) <= FEW_RUNS)
+    few = np.bincount(group, run_counts(table), len(counted)) <= MOST_PARTS
+    return np.asarray(peel.lost() | (few & ~counted))
 
 
 def _merged(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
@@ -174,19 +178,21 @@ def _runs_all_joined(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
 
 def _with_few_runs_expanded(
     table: LinkTable, group: Ints, peel: Peel
-) -> tuple[LinkTable, Ints, NDArray[np.bool_]]:
+) -> tuple[LinkTable, Ints, Flags, Flags]:
     """Expand the groups that have few runs in all into these runs, one repetition of them.
 
-    Also tells which groups these are.
+    Also tells which groups these are, and of which groups the runs were counted.
     """
-    few = np.bincount(group, run_counts(table), peel.groups) <= FEW_RUNS
-    rows, kept = np.flatnonzero(few[group]), np.flatnonzero(~few[group])
+    counted = np.bincount(group, run_counts(table), peel.groups) <= MOST_PARTS
+    rows = np.flatnonzero(counted[group])
     if not len(rows):
-        return table, group, few
+        return table, group, counted, counted
     runs, again = _expanded_runs(table.take(rows))
     runs, of = runs_joined(*in_order(runs, group[rows][again]))
-    runs, of = peel.runs(runs, of)
-    return concatenated([table.take(kept), runs]), np.concatenate([group[kept], of]), few
+    few = counted & (np.bincount(of, minlength=peel.groups) <= FEW_RUNS)
+    kept, opened = np.flatnonzero(~few[group]), np.flatnonzero(few[of])
+    runs, of = peel.runs(runs.take(opened), of[opened])
+    return concatenated([table.take(kept), runs]), np.concatenate([group[kept], of]), few, counted
 
 
 def _expanded_runs(table: LinkTable) -> tuple[LinkTable, Ints]:

@@ -19,13 +19,14 @@ import numpy as np
 
 from reshard.errors import InvalidMapError, UsageError
 from reshard.geometry.affine_map import ParamAffineMap, folded_map
+from reshard.geometry.disjointness import names_once
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import from_dest, make_link, meet
 from reshard.geometry.matching import matched
 from reshard.geometry.ordering import Ints
 from reshard.geometry.piece import AffinePiece, trusted_piece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.refinement import Arrangement, Groups, names_once
+from reshard.geometry.refinement import Arrangement, Groups
 from reshard.geometry.tables import LinkTable, concatenated
 
 

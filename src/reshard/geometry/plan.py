@@ -11,133 +11,28 @@ Segments are held as columns; the :class:`Segment` objects are made when somebod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
-from reshard.errors import CompositionError, DocumentError, UsageError, count_text
+from reshard.errors import UsageError, count_text
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
-from reshard.geometry.document import (
-    as_list,
-    as_mapping,
-    as_number,
-    as_offset,
-    as_offsets,
-    as_rank,
-    check_version,
-    fields,
-    refuse,
-)
+from reshard.geometry.document import as_list, as_mapping, check_version, fields
 from reshard.geometry.frozen import Frozen
-from reshard.geometry.holes import gaps
-from reshard.geometry.index_math import MAX_OFFSET, numel, span
+from reshard.geometry.index_math import numel
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
-from reshard.geometry.notation import block_text, ranges_text
-from reshard.geometry.ordering import Ints, grouped_sums
-from reshard.geometry.refinement import names_once
-from reshard.geometry.tables import LinkTable
-
-PLAN_VERSION = 1
-"""The version of the plan document that is written, and the newest that is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One strided copy: ``target[block] = source[block] * scale``, offsets in elements."""
-
-    shape: tuple[int, ...]
-    source_rank: int
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_rank: int
-    target_offset: int
-    target_strides: tuple[int, ...]
-    scale: float = 1.0
-
-    @property
-    def numel(self) -> int:
-        """Number of elements that the segment copies."""
-        return numel(self.shape)
-
-    def __str__(self) -> str:
-        source = block_text(self.source_offset, self.shape, self.source_strides)
-        target = block_text(self.target_offset, self.shape, self.target_strides)
-        times = "" if self.scale == 1.0 else f" ·{self.scale:g}"
-        return f"{self.source_rank}{source}{times} → {self.target_rank}{target}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SegmentTable:
-    """Segments as columns: ``link`` has the target shard as near space, the source shard as far.
-
-    Rows are in order of target rank and target offset, links in normal form.
-    """
-
-    link: LinkTable
-    source_rank: Ints
-    target_rank: Ints
-    scale: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.scale)
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> SegmentTable:
-        """Return the table of some segments, in their order."""
-        count = len(segments)
-        dims = max([len(segment.shape) for segment in segments], default=0)
-        pad = [0] * dims
-
-        def column(rows: list[tuple[int, ...]], fill: int) -> Ints:
-            filled = [(*row, *[fill] * (len(pad) - len(row))) for row in rows]
-            flat = np.fromiter(chain.from_iterable(filled), np.int64)
-            return np.asfortranarray(flat.reshape(count, dims))
-
-        link = LinkTable(
-            np.array([segment.target_offset for segment in segments], np.int64),
-            np.array([segment.source_offset for segment in segments], np.int64),
-            column([segment.shape for segment in segments], 1),
-            column([segment.target_strides for segment in segments], 0),
-            column([segment.source_strides for segment in segments], 0),
-        )
-        return cls(
-            link,
-            np.array([segment.source_rank for segment in segments], np.int64),
-            np.array([segment.target_rank for segment in segments], np.int64),
-            np.array([segment.scale for segment in segments], np.float64),
-        )
-
-    def take(self, rows: Ints) -> SegmentTable:
-        """Return some rows."""
-        return SegmentTable(
-            self.link.take(rows), self.source_rank[rows], self.target_rank[rows], self.scale[rows]
-        )
-
-    def segments(self) -> Iterator[Segment]:
-        """Yield the rows as segments."""
-        columns = zip(
-            self.link.links(),
-            self.source_rank.tolist(),
-            self.target_rank.tolist(),
-            self.scale.tolist(),
-            strict=True,
-        )
-        for (near, far, dims), source, target, scale in columns:
-            shape, to, of = tuple(zip(*dims, strict=True)) or ((), (), ())
-            yield Segment(shape, source, far, of, target, near, to, scale)
-
-    def numel_by_target(self) -> dict[int, int]:
-        """Number of elements that each target rank receives."""
-        return grouped_sums(self.target_rank, self.link.numel())
-
-    def numel_by_source(self) -> dict[int, int]:
-        """Number of elements that each source rank gives."""
-        return grouped_sums(self.source_rank, self.link.numel())
+from reshard.geometry.notation import ranges_text
+from reshard.geometry.plan_document import (
+    PLAN_VERSION,
+    read_holes,
+    read_segment,
+    read_shapes,
+    write_segment,
+)
+from reshard.geometry.plan_proof import Subject, check_form, prove
+from reshard.geometry.segments import Segment, SegmentTable
 
 
 class TransferPlan(Frozen):
@@ -278,8 +173,8 @@ class TransferPlan(Frozen):
         """
         if self._table is None:
             for segment in self.segments:
-                _check_form(segment)
-        _verify(self)
+                check_form(segment)
+        prove(Subject(self.source_shapes, self.target_shapes, self.table, self.unfilled))
 
     def apply(self, source_shards: Mapping[int, Tensor], scale_power: int = 1) -> dict[int, Tensor]:
         """Run the plan in this process and return the target shards.
@@ -326,7 +221,7 @@ class TransferPlan(Frozen):
             "version": PLAN_VERSION,
             "source_shapes": {rank: list(shape) for rank, shape in self._source_shapes.items()},
             "target_shapes": {rank: list(shape) for rank, shape in self._target_shapes.items()},
-            "segments": [_write_segment(segment) for segment in self.segments],
+            "segments": [write_segment(segment) for segment in self.segments],
             "unfilled": {
                 rank: [[hole.start, hole.stop] for hole in holes]
                 for rank, holes in self._unfilled.items()
@@ -348,123 +243,14 @@ class TransferPlan(Frozen):
         _, sources, targets, segments, unfilled = fields(document, "plan", names)
         listed = as_list(segments, "plan.segments")
         return cls(
-            _read_shapes(sources, "plan.source_shapes"),
-            _read_shapes(targets, "plan.target_shapes"),
-            [_read_segment(item, f"plan.segments[{i}]") for i, item in enumerate(listed)],
-            _read_holes(unfilled, "plan.unfilled"),
+            read_shapes(sources, "plan.source_shapes"),
+            read_shapes(targets, "plan.target_shapes"),
+            [read_segment(item, f"plan.segments[{i}]") for i, item in enumerate(listed)],
+            read_holes(unfilled, "plan.unfilled"),
         )
-
-
-def _check_form(segment: Segment) -> None:
-    """Refuse a segment that no pieces could have given, before it becomes columns."""
-    shape, strides = segment.shape, (segment.source_strides, segment.target_strides)
-    numbers = (*shape, *strides[0], *strides[1], segment.source_offset, segment.target_offset)
-    sound = all(type(n) is int and 0 <= n <= MAX_OFFSET for n in numbers)
-    sound = sound and all(
-        len(shape) == len(one) and span(shape, one) < MAX_OFFSET for one in strides
-    )
-    if not sound or not math.isfinite(segment.scale) or not segment.scale:
-        raise CompositionError(f"a malformed segment: {segment}", rank=segment.target_rank)
-
-
-def _verify(plan: TransferPlan) -> None:
-    table = plan.table
-    sides = (
-        ("source", plan.source_shapes, table.source_rank, table.link.far_stop()),
-        ("target", plan.target_shapes, table.target_rank, table.link.near_stop()),
-    )
-    if (table.link.extent < 1).any():
-        raise CompositionError("a segment copies nothing")
-    for side, shapes, ranks, stop in sides:
-        for rank in np.unique(ranks).tolist():
-            if rank not in shapes:
-                raise CompositionError(f"a segment names an unknown {side} rank", rank=rank)
-            beyond = np.flatnonzero((ranks == rank) & (stop > numel(shapes[rank])))
-            if len(beyond):
-                segment = plan.segments[int(beyond[0])]
-                raise CompositionError(f"a segment leaves its {side} shard: {segment}", rank=rank)
-    link = table.link.normalised()
-    if not names_once(link, table.target_rank):
-        raise CompositionError("a target element is written twice")
-    _verify_holes(plan)
-
-
-def _verify_holes(plan: TransferPlan) -> None:
-    table = plan.table
-    written = table.numel_by_target()
-    stray = sorted(set(plan.unfilled) - set(plan.target_shapes))
-    if stray:
-        raise CompositionError("holes of an unknown target rank", rank=stray[0])
-    for rank, shape in plan.target_shapes.items():
-        size, named = numel(shape), plan.unfilled.get(rank, ())
-        if written.get(rank, 0) + sum(map(len, named)) != size:
-            raise CompositionError("target elements are not accounted for", rank=rank)
-        if named:
-            mine = table.link.take(np.flatnonzero(table.target_rank == rank))
-            if gaps(mine.normalised(), size) != list(named):
-                raise CompositionError("holes are not where the plan says", rank=rank)
 
 
 def _copy(segment: Segment, source: Bits, target: Bits, kind: Tensor, scale_power: int) -> None:
     block = strided(source, segment.source_offset, segment.shape, segment.source_strides)
     place = strided(target, segment.target_offset, segment.shape, segment.target_strides)
     place[...] = rescaled(kind, block, segment.scale, scale_power, divide=False)
-
-
-def _write_segment(segment: Segment) -> dict[str, object]:
-    written: dict[str, object] = {
-        "shape": list(segment.shape),
-        "source": [segment.source_rank, segment.source_offset, list(segment.source_strides)],
-        "target": [segment.target_rank, segment.target_offset, list(segment.target_strides)],
-    }
-    if segment.scale != 1.0:
-        written["scale"] = segment.scale
-    return written
-
-
-def _read_segment(value: object, path: str) -> Segment:
-    shape, source, target, scale = fields(value, path, ("shape", "source", "target"), ("scale",))
-    extents = as_offsets(shape, f"{path}.shape")
-    source_rank, source_offset, source_strides = _read_end(source, f"{path}.source", extents)
-    target_rank, target_offset, target_strides = _read_end(target, f"{path}.target", extents)
-    factor = as_number(scale, f"{path}.scale")
-    if not math.isfinite(factor) or not factor:
-        refuse(f"{path}.scale", "a scale without an inverse", "a finite non-zero number", scale)
-    return Segment(
-        extents,
-        source_rank,
-        source_offset,
-        source_strides,
-        target_rank,
-        target_offset,
-        target_strides,
-        factor,
-    )
-
-
-def _read_end(value: object, path: str, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    triple = as_list(value, path)
-    if len(triple) != 3:
-        refuse(path, "not a triple", "[rank, offset, strides]", value)
-    strides = as_offsets(triple[2], f"{path}[2]")
-    if len(strides) != len(shape):
-        raise DocumentError(f"{path}[2]: strides and shape differ in length")
-    return as_offset(triple[0], f"{path}[0]"), as_offset(triple[1], f"{path}[1]"), strides
-
-
-def _read_shapes(value: object, path: str) -> dict[int, tuple[int, ...]]:
-    return {
-        as_rank(key, path): as_offsets(shape, f"{path}.{key}")
-        for key, shape in as_mapping(value, path).items()
-    }
-
-
-def _read_holes(value: object, path: str) -> dict[int, list[range]]:
-    holes = {}
-    for key, listed in as_mapping(value, path).items():
-        here = f"{path}.{key}"
-        pairs = [as_offsets(pair, here) for pair in as_list(listed, here)]
-        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs):
-            refuse(here, "not a range", "[start, stop]", listed)
-        holes[as_rank(key, path)] = [range(*pair) for pair in pairs]
-    return holes

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.errors import InvalidMapError, UnsupportedError, count_text
+from reshard.geometry.disjointness import names_once
 from reshard.geometry.holes import gaps
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
@@ -31,7 +32,7 @@ from reshard.geometry.ordering import Ints, classes_of, kinds_of, starts_of
 from reshard.geometry.pairs import folds_on_itself, shared_count, touching_pairs
 from reshard.geometry.piece import AffinePiece
 from reshard.geometry.piece_table import PieceTable
-from reshard.geometry.refinement import Arrangement, Groups, names_once
+from reshard.geometry.refinement import Arrangement, Groups
 from reshard.geometry.tables import LinkTable, apart, folding_rows
 
 
@@ -226,7 +227,7 @@ def _check_in_pairs(subject: Subject) -> int:
                 "P5",
                 row,
                 link.near,
-                expected=f"{size * others} elements that others hold",
+                expected=f"{count_text(size * others, 'element')} that others hold",
                 found=shared[row],
             )
         covered[place] += size
