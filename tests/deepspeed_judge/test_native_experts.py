@@ -21,7 +21,7 @@ from reshard.formats.stated_layouts import read_stated_layouts
 from scripts.deepspeed_lab.results import Mixed
 from scripts.deepspeed_lab.topologies import MixRecipe
 from tests.deepspeed_judge.judge import SEED, Judge, differences
-from tests.formats.native.sources import compared, content, converted
+from tests.formats.native.sources import compared, content, converted, write
 
 pytestmark = pytest.mark.deepspeed
 
@@ -179,7 +179,9 @@ def test_a_stated_layout_decides_over_tensor_ranks(
     stated.write_text(STATED.replace("OWNER", owner))
     target = MixRecipe(4, 2, 2, native=True, cut_experts=cut_experts)
     chosen = {**options(target), "kv_heads": 2, "layouts": read_stated_layouts(stated)}
-    out = converted(folder, tmp_path / "o", **chosen)
+    out = tmp_path / "o"
+    notes = write(open_checkpoint(folder), out, **chosen).notes
+    assert any("experts are whole" in note for note in notes) is not cut_experts
     after: Mixed = judge.lab.run(
         "resume_mixture_natively", target, out, SEED + 1, world=target.world
     )
