@@ -6,6 +6,7 @@ of DeepSpeed's own have different numbers of experts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -25,6 +26,24 @@ pytestmark = pytest.mark.deepspeed
 PLAIN, WITH_TP = PipeRecipe(2, 1, 2, ep=2), PipeRecipe(2, 2, 1, ep=2)
 AUTO = PipeRecipe(2, 1, 2, ep=2, auto=True)
 WITHOUT_ZERO = PipeRecipe(2, 1, 2, stage=0, ep=2)
+PAIRS = [
+    (PLAIN, PLAIN),
+    (PLAIN, PipeRecipe(3, 1, 1)),
+    (WITH_TP, PipeRecipe(1, 1, 2)),
+    (AUTO, PipeRecipe(1, 1, 4, ep=4, auto=True)),
+    (AUTO, PipeRecipe(1, 1, 2, stage=0, auto=True)),
+    (WITHOUT_ZERO, WITHOUT_ZERO),
+]
+MORE = [
+    (PLAIN, PipeRecipe(1, 1, 4, ep=4)),
+    (WITH_TP, WITH_TP),
+    (WITH_TP, PipeRecipe(3, 1, 1, stage=0)),
+    (AUTO, AUTO),
+    (AUTO, PipeRecipe(3, 1, 1, auto=True)),
+    (WITHOUT_ZERO, PipeRecipe(1, 1, 4, ep=4)),
+]
+"""Only with ``RESHARD_MATRIX=1`` (``make test-matrix``)."""
+
 STARTS = {1: (0,), 2: (0, 3), 3: (0, 2, 4)}
 Run: TypeAlias = tuple[Mixed, Path]
 
@@ -71,22 +90,7 @@ def goes_on(judge: Judge, before: Mixed, folder: Path, grid: PipeRecipe, noise: 
 
 
 @pytest.mark.parametrize(
-    ("source", "grid"),
-    [
-        (PLAIN, PLAIN),
-        (PLAIN, PipeRecipe(1, 1, 4, ep=4)),
-        (PLAIN, PipeRecipe(3, 1, 1)),
-        (WITH_TP, WITH_TP),
-        (WITH_TP, PipeRecipe(1, 1, 2)),
-        (AUTO, AUTO),
-        (AUTO, PipeRecipe(1, 1, 4, ep=4, auto=True)),
-        (AUTO, PipeRecipe(3, 1, 1, auto=True)),
-        (AUTO, PipeRecipe(1, 1, 2, stage=0, auto=True)),
-        (WITHOUT_ZERO, WITHOUT_ZERO),
-        (WITHOUT_ZERO, PipeRecipe(1, 1, 4, ep=4)),
-        (WITH_TP, PipeRecipe(3, 1, 1, stage=0)),
-    ],
-    ids=str,
+    ("source", "grid"), [*PAIRS, *(MORE if os.environ.get("RESHARD_MATRIX") else [])], ids=str
 )
 def test_deepspeed_goes_on_from_there(
     source: PipeRecipe,
