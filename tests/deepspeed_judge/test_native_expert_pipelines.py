@@ -121,5 +121,8 @@ def test_what_deepspeed_does_not_train_is_refused(trained: Callable[[PipeRecipe]
     bare = NativeOptions(stage=1, dp=1, pp=3, stage_starts=(0, 3, 5))
     with pytest.raises(UnsupportedError, match=r"on some of its stages only: .*without experts"):
         lay_out_deepspeed(source, tag="t", options=bare)
+    auto = open_checkpoint(trained(AUTO)[1])
+    with pytest.raises(UnsupportedError, match=r"no AutoEP on the tensor ranks .* --tp 1"):
+        lay_out_deepspeed(auto, tag="t", options=NativeOptions(stage=1, dp=1, tp=2, pp=2, ep=2))
     with pytest.raises(UnsupportedError, match="no pipeline under ZeRO-2 and 3"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=2, dp=1, pp=2))

@@ -304,6 +304,12 @@ def _require_fused_target(contents: Contents, options: NativeOptions, *, data_fi
             expected="--ep above 1, without use_data_before_expert_parallelism",
             found=f"--tp {options.tp}, --ep {options.ep}",
         )
+    if options.tp > 1 and contents.pipeline is not None:
+        raise UnsupportedError(
+            "DeepSpeed trains no AutoEP on the tensor ranks of a pipeline",
+            found=f"--tp {options.tp}, and a pipeline",
+            next_step="choose --tp 1",
+        )
     frozen = untrained_experts(contents)
     if frozen and options.stage == 3:
         raise UnsupportedError(
