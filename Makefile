@@ -46,7 +46,7 @@ docs: $(VENV)/docs-ready
 # every cell of the matrices of native resumes, not only those that CI runs
 test-matrix: $(VENV)/ready
 	RESHARD_MATRIX=1 $(BIN)/python -m pytest $(addprefix tests/deepspeed_judge/test_native_, \
-		resume.py matrix.py trainer.py)
+		resume.py matrix.py trainer.py experts.py expert_pipelines.py)
 
 # many more moments to be killed at than CI has time for
 test-crash: $(VENV)/ready

@@ -6,6 +6,7 @@ of DeepSpeed's own have different numbers of experts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +25,25 @@ pytestmark = pytest.mark.deepspeed
 
 PLAIN, WITH_TP = PipeRecipe(2, 1, 2, ep=2), PipeRecipe(2, 2, 1, ep=2)
 AUTO = PipeRecipe(2, 1, 2, ep=2, auto=True)
+WITHOUT_ZERO = PipeRecipe(2, 1, 2, stage=0, ep=2)
+PAIRS = [
+    (PLAIN, PLAIN),
+    (PLAIN, PipeRecipe(3, 1, 1)),
+    (WITH_TP, PipeRecipe(1, 1, 2)),
+    (AUTO, PipeRecipe(1, 1, 4, ep=4, auto=True)),
+    (AUTO, PipeRecipe(1, 1, 2, stage=0, auto=True)),
+    (WITHOUT_ZERO, WITHOUT_ZERO),
+]
+MORE = [
+    (PLAIN, PipeRecipe(1, 1, 4, ep=4)),
+    (WITH_TP, WITH_TP),
+    (WITH_TP, PipeRecipe(3, 1, 1, stage=0)),
+    (AUTO, AUTO),
+    (AUTO, PipeRecipe(3, 1, 1, auto=True)),
+    (WITHOUT_ZERO, PipeRecipe(1, 1, 4, ep=4)),
+]
+"""Only with ``RESHARD_MATRIX=1`` (``make test-matrix``)."""
+
 STARTS = {1: (0,), 2: (0, 3), 3: (0, 2, 4)}
 Run: TypeAlias = tuple[Mixed, Path]
 
@@ -45,7 +65,12 @@ def trained(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def converted(source: Path, folder: Path, grid: PipeRecipe) -> Path:
     options = NativeOptions(
-        stage=1, dp=grid.dp, tp=grid.tp, pp=grid.pp, ep=grid.ep, stage_starts=STARTS[grid.pp]
+        stage=grid.stage,
+        dp=grid.dp,
+        tp=grid.tp,
+        pp=grid.pp,
+        ep=grid.ep,
+        stage_starts=STARTS[grid.pp],
     )
     reshard.convert(source, folder / TAG, to="deepspeed", options=options, fsync=False)
     return folder
@@ -65,18 +90,7 @@ def goes_on(judge: Judge, before: Mixed, folder: Path, grid: PipeRecipe, noise: 
 
 
 @pytest.mark.parametrize(
-    ("source", "grid"),
-    [
-        (PLAIN, PLAIN),
-        (PLAIN, PipeRecipe(1, 1, 4, ep=4)),
-        (PLAIN, PipeRecipe(3, 1, 1)),
-        (WITH_TP, WITH_TP),
-        (WITH_TP, PipeRecipe(1, 1, 2)),
-        (AUTO, AUTO),
-        (AUTO, PipeRecipe(1, 1, 4, ep=4, auto=True)),
-        (AUTO, PipeRecipe(3, 1, 1, auto=True)),
-    ],
-    ids=str,
+    ("source", "grid"), [*PAIRS, *(MORE if os.environ.get("RESHARD_MATRIX") else [])], ids=str
 )
 def test_deepspeed_goes_on_from_there(
     source: PipeRecipe,
@@ -107,7 +121,8 @@ def test_what_deepspeed_does_not_train_is_refused(trained: Callable[[PipeRecipe]
     bare = NativeOptions(stage=1, dp=1, pp=3, stage_starts=(0, 3, 5))
     with pytest.raises(UnsupportedError, match=r"on some of its stages only: .*without experts"):
         lay_out_deepspeed(source, tag="t", options=bare)
-    with pytest.raises(UnsupportedError, match="for ZeRO-1 only: found --stage 0"):
-        lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=0, dp=1, pp=2))
+    auto = open_checkpoint(trained(AUTO)[1])
+    with pytest.raises(UnsupportedError, match=r"no AutoEP on the tensor ranks .* --tp 1"):
+        lay_out_deepspeed(auto, tag="t", options=NativeOptions(stage=1, dp=1, tp=2, pp=2, ep=2))
     with pytest.raises(UnsupportedError, match="no pipeline under ZeRO-2 and 3"):
         lay_out_deepspeed(source, tag="t", options=NativeOptions(stage=2, dp=1, pp=2))

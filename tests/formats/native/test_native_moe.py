@@ -10,7 +10,9 @@ import pytest
 
 from reshard.errors import UnsupportedError
 from reshard.formats.checkpoint import Checkpoint, Extra
+from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
+from reshard.formats.pipelines import PIPELINE, Pipeline, PipelineLayer, PipelineStage
 from tests.formats.native.sources import Shapes, content, made_up, run
 
 FIRST, SECOND = (f"{layer}.deepspeed_moe.experts.deepspeed_experts." for layer in ("a", "b"))
@@ -99,3 +101,32 @@ def test_what_is_not_known_is_refused(
     source = source_of(tmp_path, *groups, **more)
     with pytest.raises(UnsupportedError, match=message):
         lay_out(source, **options)
+
+
+def test_experts_that_nobody_trains_are_refused_under_zero(tmp_path: Path) -> None:
+    source, _ = made_up(tmp_path, [{"dense": (5,)}], frozen=dict.fromkeys(IN_ORDER, (3, 2)))
+    with pytest.raises(UnsupportedError, match=r"nothing but frozen experts.*choose --stage 0"):
+        lay_out(source)
+
+
+def test_parts_of_experts_stay_within_a_tensor_rank(tmp_path: Path) -> None:
+    """Where tensor ranks have parts of every expert, each has expert-parallel groups of its own."""
+    source = source_of(tmp_path, IN_ORDER)
+    source = replace(source, extras={**source.extras, EXPERTS_ARE_CUT: Extra(value=True)})
+    with pytest.raises(UnsupportedError, match="found --ep 4, which does not divide --dp 2"):
+        lay_out(source, dp=2, tp=2, ep=4)
+
+
+def test_a_pipeline_layer_without_trained_tensors_belongs_to_no_stage(tmp_path: Path) -> None:
+    experts = [f"1.moe.deepspeed_moe.experts.deepspeed_experts.{n}.w" for n in range(2)]
+    shapes: list[Shapes] = [{"0.w": (5,)}, dict.fromkeys(experts, (3, 2))]
+    source, _ = made_up(tmp_path, shapes, frozen={"2.w": (4,)})
+    layers = [PipelineLayer(0, "0", {}), PipelineLayer(1, "1", {}), PipelineLayer(2, "2", {})]
+    stage = PipelineStage((("0.w",), tuple(experts)), frozenset())
+    extras = {
+        "param_groups": Extra([{"lr": 0.1}, {"lr": 0.1, "moe": True, "name": "ep_size_1"}]),
+        PIPELINE: Extra(Pipeline(tuple(layers), (stage,))),
+    }
+    source = replace(source, extras={**source.extras, **extras})
+    with pytest.raises(UnsupportedError, match=r"so its stage is not known: parameter 2\.w"):
+        lay_out(source, dp=1, ep=1)

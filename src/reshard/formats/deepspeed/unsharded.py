@@ -6,9 +6,11 @@ narrow it down: the shape of a state is the shape of its parameter, and a group 
 in the order of the model. If exactly one assignment of numbers to names keeps both, it is taken,
 and said; if there are several the files do not tell, and the checkpoint is refused.
 
-The stages of a pipeline follow each other in the model, so their numbers are assigned together: one
-sequence for every tensor-parallel rank. A tied module is on two stages under one name that nothing
-states; the same weights in two layer files betray it, and the checkpoint is refused.
+The stages of a pipeline follow each other in the model, and its layers have files of their own, so
+their numbers are assigned together: one sequence for every tensor-parallel rank. A tied module is
+on two stages under one name that nothing states; the same weights in two layer files betray it, and
+the checkpoint is refused. With experts the weights of a stage are in its model-state file, and so
+are the names; every stage is told by itself.
 
 reshard itself adds `param_shapes`, as every file of ZeRO has it, and then names are read. Ties are
 not stated either: two names whose tensors are the very same bytes are one parameter.
@@ -83,15 +85,14 @@ def read_unsharded(
     if layers and not _lists_names(columns):
         _require_untied(layers)
     held: dict[str, dict[int, tuple[ModelStates, Numbered]]] = {}
-    for rank in range(degrees.tp):
-        stages = columns[rank :: degrees.tp]
+    for stages in _told_together(columns, degrees, of_layers=bool(layers)):
         entries = [
             (model, entry)
             for model in stages
             for entry in read_numbered(model.archive)
             if not entry.is_expert
         ]
-        weights = _weights(stages[0], rank, layers, aliases)
+        weights = _weights(stages[0], stages[0].mp % degrees.tp, layers, aliases)
         listed = [stated for model in stages for stated in _listed_dense(model)]
         names = _names(stages, weights, [entry for _, entry in entries], listed)
         for name, (model, entry) in zip(names, entries, strict=True):
@@ -106,6 +107,18 @@ def read_unsharded(
         result.columns[name] = tuple(by_column)
         _add_parameter(name, by_column, result)
     return result
+
+
+def _told_together(
+    columns: Sequence[ModelStates], degrees: Degrees, *, of_layers: bool
+) -> list[Sequence[ModelStates]]:
+    """The columns whose numbers are assigned together: all stages, where layers have the files.
+
+    The stages of a pipeline with experts have their weights in files of their own instead.
+    """
+    if of_layers:
+        return [columns[rank :: degrees.tp] for rank in range(degrees.tp)]
+    return [[column] for column in columns]
 
 
 # --------------------------------------------------------------------------- names

@@ -96,11 +96,10 @@ def read_unsharded_experts(
     MissingFileError
         When some of the EP ranks' files are there and others are not.
     UnsupportedError
-        When layers have different expert-parallel degrees, or there is a pipeline.
+        When layers have different expert-parallel degrees.
     CheckpointError
         When no assignment of states to names, or more than one, is possible.
     """
-    _require_one_stage(columns, experts)
     files = {
         (name.dp, name.mp): path
         for name, path in sorted(inventory.of_kind(FileKind.EXPERT_OPTIMIZER).items())
@@ -108,9 +107,11 @@ def read_unsharded_experts(
     ep = _degree(experts, files, inventory.folder.path)
     result = UnshardedExperts(ep)
     if not files:
-        # the model-state file has the optimizer of EP rank 0, so the names at least
-        for name, one in _held_by(columns[0].archive, (0, 0), ep, experts, columns).items():
-            found.name_group(one.entry.group, name)
+        # the model-state files have the optimizer of EP rank 0, so the names at least
+        for column in columns[:: experts.tp]:
+            own = _held_by(column.archive, (0, column.mp), ep, experts, columns)
+            for name, one in own.items():
+                found.name_group(one.entry.group, name)
         return result
     held: dict[str, dict[Writer, _Held]] = {}
     for writer, path in files.items():
@@ -121,16 +122,6 @@ def read_unsharded_experts(
         found.name_group(next(iter(by_writer.values())).entry.group, name)
         _add_states(name, by_writer, experts, result)
     return result
-
-
-def _require_one_stage(columns: Sequence[ModelStates], experts: Experts) -> None:
-    if len(columns) > experts.tp:
-        raise UnsupportedError(
-            "a ZeRO-0 pipeline with experts cannot be read",
-            file=columns[0].file,
-            found=f"{len(columns) // experts.tp} pipeline stages",
-            next_step="save it with ZeRO-1, which records names",
-        )
 
 
 def _degree(experts: Experts, files: Mapping[Writer, Path], folder: Path) -> int:
@@ -144,18 +135,19 @@ def _degree(experts: Experts, files: Mapping[Writer, Path], folder: Path) -> int
             next_step="save the run with ZeRO-1, which records names",
         )
     ep = degrees.pop()
-    every = range(experts.tp) if experts.native_are_cut else (None,)
+    stages = [range(at * experts.tp, (at + 1) * experts.tp) for at in range(len(experts.native))]
+    every = [[mp] for stage in stages for mp in stage] if experts.native_are_cut else stages
     missing = [
-        (rank, mp)
+        (rank, mps[0])
         for rank in range(ep)
-        for mp in every
-        if not any(rank == written and mp in (None, column) for written, column in files)
+        for mps in every
+        if not any((rank, mp) in files for mp in mps)
     ]
     if missing and (files or not experts.fused):
         rank, mp = missing[0]
         raise MissingFileError(
             "the optimizer file of an expert-parallel rank is missing",
-            file=folder / expert_optimizer_file_name(rank, mp or 0),
+            file=folder / expert_optimizer_file_name(rank, mp),
             rank=f"ep {rank}",
             expected=count_text(ep * len(every), "file"),
             found=len(files),
@@ -179,7 +171,8 @@ def _held_by(
         names = assign_among(_candidates(writer, ep, experts), numbered, archive.path)
     else:
         names = _listed_names(listed, numbered, archive.path)
-    locals_ = {layer.prefix: layer.num_experts // ep for layer in experts.native[0]}
+    native = experts.native[mp // experts.tp]
+    locals_ = {layer.prefix: layer.num_experts // ep for layer in native}
     held = {}
     for entry, name in zip(numbered, names, strict=True):
         known = name
@@ -218,15 +211,18 @@ def _listed_names(
 def _candidates(writer: Writer, ep: int, experts: Experts) -> list[tuple[str, Shape]]:
     """The parameters of a rank's experts, local names and shapes, in the model's order."""
     ep_rank, mp = writer
+    stage = mp // experts.tp
     numbered: dict[int, list[tuple[str, Shape]]] = {}
     for layer in {layer.prefix: layer for layer in experts.fused.values()}.values():
-        first = tensors_of(experts.files[0][layer.number, 0][0].path)
+        if experts.stage_of(layer) != stage:
+            continue
+        first = tensors_of(experts.files[stage][layer.number, 0][0].path)
         numbered[layer.number] = [
             (name, layer.local_shape(ep_rank, first[f"{name}.0"].shape))
             for name in layer.names
             if f"{name}.0" in first
         ]
-    for native in experts.native[0]:
+    for native in experts.native[stage]:
         listed = in_module_order(ep_rank, ep, [native], mp)
         numbered[native.number] = [(name, record.shape) for name, record in listed.items()]
     return [entry for number in sorted(numbered) for entry in numbered[number]]

@@ -23,7 +23,7 @@ Sources: `engine.py` (`_save_moe_checkpoint`), `utils/groups.py`, `moe/layer.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,7 +88,7 @@ class ExpertGrid:
         held = [block for block in self.blocks if split_owner(block.prefix)[0] in owners]
         if not held:
             raise UnsupportedError(
-                "DeepSpeed trains no pipeline that has experts on some of its stages only",
+                "DeepSpeed cannot go on with a pipeline with experts on some of its stages only",
                 found=f"a stage of layers {', '.join(sorted(owners))} without experts",
                 next_step="choose other stages with --stage-starts, or fewer",
             )
@@ -261,6 +261,17 @@ def expert_grid(contents: Contents, options: NativeOptions) -> ExpertGrid | None
     return grid
 
 
+def expert_notes(contents: Contents, grid: ExpertGrid | None) -> Iterator[str]:
+    """What the user should know about the experts of the target."""
+    if grid is None or not grid.is_native or grid.tp == 1:
+        return
+    if EXPERTS_ARE_CUT not in contents.checkpoint.extras and not grid.is_cut:
+        yield (
+            "experts are whole, and spread over all tensor ranks; for a model with "
+            "enable_expert_tensor_parallelism state how an expert is cut with --layout"
+        )
+
+
 def are_cut(contents: Contents, options: NativeOptions, names: Sequence[str]) -> bool:
     """Whether the target's tensor ranks have parts of native experts.
 
@@ -292,6 +303,12 @@ def _require_fused_target(contents: Contents, options: NativeOptions, *, data_fi
             "DeepSpeed trains no such experts with several tensor ranks",
             expected="--ep above 1, without use_data_before_expert_parallelism",
             found=f"--tp {options.tp}, --ep {options.ep}",
+        )
+    if options.tp > 1 and contents.pipeline is not None:
+        raise UnsupportedError(
+            "DeepSpeed trains no AutoEP on the tensor ranks of a pipeline",
+            found=f"--tp {options.tp}, and a pipeline",
+            next_step="choose --tp 1",
         )
     frozen = untrained_experts(contents)
     if frozen and options.stage == 3:

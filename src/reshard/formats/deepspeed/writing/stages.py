@@ -62,12 +62,6 @@ def stages_of(contents: Contents, options: NativeOptions) -> tuple[Contents, ...
     stages = _target_stages(pipeline, options)
     if not any(group.has_experts for group in contents.groups):
         return tuple(_restricted(contents, stage) for stage in stages)
-    if options.stage == 0:
-        raise UnsupportedError(
-            "a pipeline with experts can be written for ZeRO-1 only",
-            found="--stage 0",
-            next_step="choose --stage 1",
-        )
     return tuple(_with_weights(_restricted(contents, stage), stage, stages) for stage in stages)
 
 

@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.writing.archives import ArchiveShelf, Bulk
 from reshard.formats.deepspeed.writing.contents import Contents, contents_of
 from reshard.formats.deepspeed.writing.cuts import Cut
 from reshard.formats.deepspeed.writing.expert_files import expert_files
-from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid, expert_grid
+from reshard.formats.deepspeed.writing.expert_grid import ExpertGrid, expert_grid, expert_notes
 from reshard.formats.deepspeed.writing.flat_groups import Bank, flat_banks
 from reshard.formats.deepspeed.writing.folded import FOLDING, Writer
 from reshard.formats.deepspeed.writing.heads import heads_note, require_fitting_heads
@@ -86,6 +86,7 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
     said = [
         *notes(contents, options, [column.banks for column in columns], _empty(columns)),
         *heads_note(options, source, cuts),
+        *expert_notes(contents, experts),
     ]
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
 
