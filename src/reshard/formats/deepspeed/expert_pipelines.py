@@ -13,7 +13,7 @@ Source: `engine.py` (`save_checkpoint`, `_save_moe_checkpoint`), `runtime/pipe/e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reshard.formats.deepspeed.expert_files import tensors_of
 from reshard.formats.deepspeed.expert_reading import Experts
@@ -55,16 +55,6 @@ def pipeline_with_experts(
     known = {owner for of_stage in owners for owner in of_stage}
     if not all(owner.isdecimal() or owner.startswith(TIED) for owner in known):
         return None
-    tensors: dict[str, dict[str, DType]] = {}
-    for names in held:
-        for name, dtype in names.items():
-            owner, local = split_owner(name)
-            tensors.setdefault(owner, {})[local] = dtype
-    layers = (
-        PipelineLayer(int(owner), owner, locals_)
-        for owner, locals_ in tensors.items()
-        if owner.isdecimal()
-    )
     stages = tuple(
         PipelineStage((), model.buffer_names & set(names))
         for model, names in zip(firsts, held, strict=True)
@@ -75,8 +65,19 @@ def pipeline_with_experts(
         for group in named
         for name in group
     }
-    ordered = tuple(sorted(layers, key=lambda layer: layer.number))
-    return Pipeline(ordered, stages).held_by_stages(named, having)
+    return Pipeline(_layers(held), stages).held_by_stages(named, having)
+
+
+def _layers(held: Iterable[Mapping[str, DType]]) -> tuple[PipelineLayer, ...]:
+    """The numbered layers and their tensors, ascending."""
+    tensors: dict[str, dict[str, DType]] = {}
+    for names in held:
+        for name, dtype in names.items():
+            owner, local = split_owner(name)
+            tensors.setdefault(owner, {})[local] = dtype
+    numbered = ((owner, found) for owner, found in tensors.items() if owner.isdecimal())
+    layers = (PipelineLayer(int(owner), owner, found) for owner, found in numbered)
+    return tuple(sorted(layers, key=lambda layer: layer.number))
 
 
 def _tensors(model: ModelStates, experts: Experts, stage: int) -> Iterator[tuple[str, DType]]:

@@ -22,7 +22,7 @@ Source: `moe/layer.py`, `moe/experts.py`, `engine.py` (`_save_moe_checkpoint`), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError, MissingFileError
@@ -163,15 +163,22 @@ def _read_layer(
         if expert >= total or file.mp not in ranks
     ]
     if extra or len(prefixes) != 1:
-        raise CheckpointError(
-            "expert files that do not belong to one layer",
-            file=extra[0] if extra else next(iter(experts[0].values()))[0],
-            expected=f"experts 0 to {total - 1} of one module, of mp ranks "
-            + ", ".join(map(str, ranks)),
-            found=sorted(prefixes),
-            next_step="some of them are left over from another run; move them away",
-        )
+        odd = extra[0] if extra else next(iter(experts[0].values()))[0]
+        raise _mixed(odd, total, ranks, prefixes)
     return NativeLayer(number, prefixes.pop(), experts, is_spread)
+
+
+def _mixed(
+    odd: object, total: int, ranks: Sequence[int], prefixes: Iterable[str]
+) -> CheckpointError:
+    return CheckpointError(
+        "expert files that do not belong to one layer",
+        file=odd,
+        expected=f"experts 0 to {total - 1} of one module, of mp ranks "
+        + ", ".join(map(str, ranks)),
+        found=sorted(prefixes),
+        next_step="some of them are left over from another run; move them away",
+    )
 
 
 def _missing(folder: object, layer: int, expert: int, mp: int, total: int) -> MissingFileError:

@@ -12,7 +12,7 @@ tensors: only holders and byte ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import CheckpointError
@@ -23,7 +23,6 @@ from reshard.formats.checkpoint import (
     Problem,
     Region,
     Role,
-    RoundedCopy,
     Scalar,
     StoredTensor,
     TensorKey,
@@ -59,6 +58,7 @@ from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import read_layers
+from reshard.formats.deepspeed.problems import problems_of, weights_alone
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
@@ -69,20 +69,18 @@ from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.tensor_parallel import read_layouts
-from reshard.formats.deepspeed.unlisted import copy_of
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     read_unsharded_experts,
 )
+from reshard.formats.deepspeed.weight_copies import weight_copies
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.dtypes import DType
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
 from reshard.formats.model_dtypes import MODULE_EXTRA
-from reshard.formats.model_keys import client_state, text_keyed
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
-from reshard.formats.torch_archive import same_value
 from reshard.geometry import ParamAffineMap, nest
 
 Cells = dict[tuple[int, int], ModelStates]
@@ -415,6 +413,9 @@ class _Reading:
         restore_keys = governor.restore_keys
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
+        # ZeRO-3 has placeholders instead of weights, and files of experts are read elsewhere.
+        beside = () if self.stage == 3 else self.columns
+        copies = tuple(weight_copies(beside, self.found.shards, aliases, self.experts.fused))
         version = first.version or (self.ranks[0, 0].version if self.ranks else "")
         return Checkpoint(
             format="deepspeed",
@@ -426,8 +427,8 @@ class _Reading:
             extras=extras,
             versions={"deepspeed": version} if version else {},
             files=self.inventory.source_files(),
-            problems=tuple(dict.fromkeys((*self.found.problems, *self._notes()))),
-            copies=tuple(self._copies(aliases)),
+            problems=tuple(dict.fromkeys(self._problems())),
+            copies=copies,
             cuts=self._stated_cuts(governor),
         )
 
@@ -442,26 +443,6 @@ class _Reading:
             if stated.covers(name) and found.padded is None
         }
 
-    def _copies(self, aliases: Mapping[str, str]) -> Iterator[RoundedCopy]:
-        """The model's own weights beside the masters (ZeRO-3 has placeholders, experts files).
-
-        A tied parameter has several, under the names that are tied, and all must be its master's.
-        """
-        if self.stage == 3:
-            return
-        for column in self.columns:
-            for weight, record in (column.module or {}).items():
-                name = aliases.get(weight, weight)
-                shard = self.found.shards.get(name, {}).get(column.mp)
-                if shard is None or name in self.experts.fused:
-                    continue
-                if weight != name and record.shape != shard.shape:
-                    continue
-                for fragment in shard.fragments:
-                    copy = copy_of(name, fragment, column.file, record)
-                    if copy is not None:
-                        yield copy
-
     def _module_dtypes(self) -> dict[str, DType]:
         """Element type of every weight in the state dict of the model, in its order."""
         dtypes: dict[str, DType] = {}
@@ -475,46 +456,13 @@ class _Reading:
         ep = self.native_ep if autoep is None else max(self.native_ep, autoep.ep_size)
         return Topology(self.stage, self.degrees.dp, self.degrees.tp, self.degrees.pp, ep)
 
-    def _notes(self) -> Iterable[Problem]:
-        if self.ranks and not self.ranks[0, 0].param_groups:
-            yield Problem(
-                "the optimizer file keeps no hyperparameters (elastic_checkpoint)",
-                self.ranks[0, 0].file,
-                next_step="set them in the configuration of the run that resumes",
-            )
-        yield from (Problem(note, self.columns[0].file) for note in self.layouts.notes)
+    def _problems(self) -> Iterator[Problem]:
+        yield from self.found.problems
+        yield from problems_of(self.models, self.ranks, self.layouts.notes)
         if self.stage is None:
-            yield Problem(
-                "there is no optimizer file: every optimizer state is absent, and the weights are "
-                "those of the model, in its dtype",
-                str(self.inventory.folder.path),
-                next_step="to resume, copy the *_optim_states.pt files here, or name their folder "
-                "with --also",
-            )
-        archives = [model.archive for model in self.models.values()]
-        archives += [rank.archive for rank in self.ranks.values()]
-        for archive in archives:
-            yield from (Problem(text, archive.path) for text in archive.problems)
-        yield from self._other_client_states()
+            yield weights_alone(str(self.inventory.folder.path))
         trained = {tensor.name for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
         yield from report_absent_states(self.tensors, sorted(trained), self.scalars)
-
-    def _other_client_states(self) -> Iterator[Problem]:
-        """Under ZeRO-3 every rank saves a client state; those of a column may differ."""
-        for mp, first in enumerate(self.columns):
-            own = client_state(text_keyed(first.archive.root))
-            for dp in range(1, self.degrees.dp):
-                model = self.models.get((dp, mp))
-                if model is None:
-                    continue
-                other = client_state(text_keyed(model.archive.root))
-                keys = [k for k in {**own, **other} if not same_value(own.get(k), other.get(k))]
-                if keys:
-                    yield Problem(
-                        f"the client state of data-parallel rank {dp} differs from that of rank 0, "
-                        f"which is taken: {', '.join(keys)}",
-                        model.file,
-                    )
 
 
 def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:

@@ -23,14 +23,14 @@ from math import prod
 from pathlib import Path
 
 from reshard.errors import CheckpointError, UnsupportedError, count_text
-from reshard.formats.checkpoint import Problem, Region, RoundedCopy
+from reshard.formats.checkpoint import Problem
 from reshard.formats.deepspeed.module import ModuleTensor
 from reshard.formats.deepspeed.native_moe import NativeLayer
-from reshard.formats.deepspeed.partitions import MASTER, Fragment, Part, Partitions
+from reshard.formats.deepspeed.partitions import Fragment, Part, Partitions
 from reshard.formats.deepspeed.records import Shapes
-from reshard.formats.rounded_copies import SAMPLE, is_rounded
+from reshard.formats.deepspeed.weight_copies import copy_of
+from reshard.formats.rounded_copies import is_rounded
 from reshard.formats.torch_archive import TensorRecord
-from reshard.layouts.builders import row_major_strides
 
 Weights = Mapping[str, tuple[str, TensorRecord]]
 """Name -> file and tensor of a weight in the model's dtype."""
@@ -219,37 +219,3 @@ def is_weight_of(fragment: Fragment, path: str, record: TensorRecord, skip: int 
     """
     copy = copy_of("", fragment, path, record, skip)
     return copy is None or is_rounded(copy)
-
-
-def copy_of(
-    name: str, fragment: Fragment, path: str, record: TensorRecord, skip: int = 0
-) -> RoundedCopy | None:
-    """What the weight says about a fragment; None where it is transposed or elsewhere."""
-    if record.strides != row_major_strides(record.shape) and prod(record.shape) > 1:
-        return None
-    start = fragment.shard_start - skip
-    count = min(SAMPLE, fragment.numel, prod(record.shape) - start)
-    if start < 0 or count <= 0:
-        return None
-    source, size = fragment.record(MASTER).dtype, record.dtype.itemsize
-    first = fragment.stretch(MASTER).region
-    master = Region(first.file, first.offset, count * source.itemsize)
-    weight = Region(path, record.offset + start * size, count * size)
-    return RoundedCopy(name, master, source, weight, record.dtype)
-
-
-def whole_copy(
-    name: str, master: tuple[str, TensorRecord], weight: tuple[str, TensorRecord]
-) -> RoundedCopy | None:
-    """The same for a master that is a tensor of its own; None where either is transposed."""
-    (master_file, full), (weight_file, record) = master, weight
-    count = min(SAMPLE, prod(record.shape))
-    if not count or any(r.strides != row_major_strides(r.shape) for r in (full, record)):
-        return None
-    return RoundedCopy(
-        name,
-        Region(master_file, full.offset, count * full.dtype.itemsize),
-        full.dtype,
-        Region(weight_file, record.offset, count * record.dtype.itemsize),
-        record.dtype,
-    )

@@ -34,7 +34,8 @@ from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_sh
 from reshard.formats.deepspeed.numbered import Numbered, Shape, read_numbered
 from reshard.formats.deepspeed.partitions import Partitions
 from reshard.formats.deepspeed.records import ModelStates
-from reshard.formats.deepspeed.unlisted import Weights, weights_of, whole_copy
+from reshard.formats.deepspeed.unlisted import Weights, weights_of
+from reshard.formats.deepspeed.weight_copies import whole_copy
 from reshard.formats.rounded_copies import is_rounded
 from reshard.formats.torch_archive import TensorRecord
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 
 from reshard.formats.assembly import Assembler, Stretch
@@ -28,6 +29,9 @@ from reshard.formats.deepspeed.writing.flat_buffers import FlatBuffer, buffer_ro
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.flat import FlatFragment
+
+Place = tuple[int, int]
+"""`(column, optimizer group)`."""
 
 MUON_STATE = "momentum_buffer"
 """The state that Muon keeps whole."""
@@ -159,35 +163,50 @@ def flat_banks(
     """
     # where experts are not cut over columns, all share the buffers of the first
     shared = experts is not None and not experts.is_cut
-    places = [
-        (column, index)
-        for index, group in enumerate(contents.groups)
-        for column in range(1 if group.has_experts and shared else options.tp)
-    ]
+    columns_of = [1 if group.has_experts and shared else options.tp for group in contents.groups]
     rows = [
         (place, row)
-        for place in places
+        for place in _places(columns_of)
         for row in buffer_rows(contents, options, cuts, place, experts)
     ]
-    windows = _windows([buffer for _, row in rows for buffer in row], cuts)
-    banks: dict[tuple[int, int], list[Bank]] = {place: [] for place in places}
-    at = 0
-    for place, row in rows:
-        shards = []
-        for buffer in row:
-            held = [windows[at, rank] for rank in range(len(buffer.lengths))]
-            shards.append(_flat_group(contents, options, cuts, buffer, held))
-            at += 1
-        has_experts = contents.groups[place[1]].has_experts
-        banks[place].append(Bank(tuple(shards), experts if has_experts else None))
+    banks = _banks(contents, options, cuts, rows, experts)
     return tuple(
         tuple(
             bank
-            for index, group in enumerate(contents.groups)
-            for bank in banks[0 if group.has_experts and shared else column, index]
+            for index, columns in enumerate(columns_of)
+            for bank in banks.get((min(column, columns - 1), index), ())
         )
         for column in range(options.tp)
     )
+
+
+def _places(columns_of: Sequence[int]) -> Iterator[Place]:
+    """Every group of every column that has buffers of its own."""
+    for index, columns in enumerate(columns_of):
+        yield from ((column, index) for column in range(columns))
+
+
+def _banks(
+    contents: Contents,
+    options: NativeOptions,
+    cuts: Mapping[str, Cut],
+    rows: Sequence[tuple[Place, Sequence[FlatBuffer]]],
+    experts: ExpertGrid | None,
+) -> dict[Place, list[Bank]]:
+    """The banks of every place, with what each partition holds."""
+    buffers = [buffer for _, row in rows for buffer in row]
+    windows = _windows(buffers, cuts)
+    held = ([windows[at, r] for r in range(len(one.lengths))] for at, one in enumerate(buffers))
+    groups = (
+        _flat_group(contents, options, cuts, buffer, of_ranks)
+        for buffer, of_ranks in zip(buffers, held, strict=True)
+    )
+    banks: dict[Place, list[Bank]] = {}
+    for place, row in rows:
+        shards = tuple(islice(groups, len(row)))
+        has_experts = contents.groups[place[1]].has_experts
+        banks.setdefault(place, []).append(Bank(shards, experts if has_experts else None))
+    return banks
 
 
 # --------------------------------------------------------------------------- maps
