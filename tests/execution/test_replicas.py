@@ -17,7 +17,7 @@ from reshard.execution import execute, staging_path
 from reshard.execution.buffers import KIB, MIB
 from reshard.execution.replicas import ReplicaFinding, larger
 from reshard.formats.checkpoint import Checkpoint
-from reshard.geometry import ParamAffineMap
+from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.planning import plan
 from tests.execution.raw import Array, replicated, split, target_for, tree, write_checkpoint
 
@@ -165,6 +165,30 @@ class TestFirst:
         report = execute(job, tmp_path / "out", workers=2, max_memory=MIB)
         (finding,) = report.replicas
         assert (finding.count, finding.first) == (2, 6)
+
+    def test_elements_that_are_written_again_in_part_count_once(
+        self, tmp_path: Path, full: Array
+    ) -> None:
+        changes = {1: {6: 2.5, 7_500: 1.5, 20_999: 3.5}}
+        checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), changes)
+        rows = {0: (0, 20), 1: (10, 20)}  # rank 1 has the middle of what rank 0 has, and the end
+        layout = ParamAffineMap(
+            full.shape,
+            {rank: (count, 700) for rank, (_, count) in rows.items()},
+            {
+                0: (
+                    AffinePiece((10, 700), 0, (700, 1), 0, (700, 1), (0,)),
+                    AffinePiece((10, 700), 7_000, (700, 1), 7_000, (700, 1), (0, 1)),
+                ),
+                1: (
+                    AffinePiece((10, 700), 7_000, (700, 1), 0, (700, 1), (0, 1)),
+                    AffinePiece((10, 700), 14_000, (700, 1), 7_000, (700, 1), (1,)),
+                ),
+            },
+        )
+        job = plan(checkpoint, target_for(checkpoint, {KEY: layout}), replicas="first")
+        (finding,) = execute(job, tmp_path / "out", workers=2, max_memory=MIB).replicas
+        assert (finding.count, finding.first) == (3, 6)
 
     def test_the_manifest_tells_too(self, tmp_path: Path, full: Array) -> None:
         checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), {1: {5: 1.5}})

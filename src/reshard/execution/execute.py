@@ -46,7 +46,7 @@ from reshard.execution.manifest import manifest_text, read_manifest
 from reshard.execution.output import Builder, Output, output_error
 from reshard.execution.queue import FileQueue
 from reshard.execution.refusal import FirstMismatch
-from reshard.execution.replicas import ReplicaFinding, joined_findings
+from reshard.execution.replicas import ReplicaFinding
 from reshard.execution.resuming import kept_records
 from reshard.execution.sources import SourceFiles
 from reshard.execution.staging import Staging
@@ -398,18 +398,11 @@ class _Run:
         )
 
     def _findings(self, records: Records) -> tuple[ReplicaFinding, ...]:
-        """Replicas that were let through, by name and state, whoever found them.
+        """Replicas that were let through, by name and state.
 
-        An output may have the same elements several times; they are counted once.
+        An output may have the same elements several times, or in part, so what was found on the way
+        is not added up: such a tensor is read once more, as a whole.
         """
-        found: dict[object, ReplicaFinding] = {}
-        for (file, number), record in sorted(records.slots.items()):
-            fills = self.plan.files[file].slots[number].fills
-            for finding in record.findings:
-                places = tuple(
-                    (fill.route.numel, fill.route.origins)
-                    for fill in fills
-                    if fill.key == finding.key
-                )
-                found.setdefault((finding.key, places), finding)
-        return joined_findings(found.values())
+        drifted = {one.key for record in records.slots.values() for one in record.findings}
+        filler = self._filler(self.crew.spaces[0])
+        return tuple(filler.surveyed(fill) for fill in self.plan.copied if fill.key in drifted)

@@ -98,7 +98,7 @@ class Filler:
         self._gatherer.gather(moves.within(start, stop), fill.places, fill.dtype, start, out)
         if checks.moves and not self._agrees(fill, checks, start, stop, out):
             if self._policy == REFUSE:
-                raise self._surveyed(fill).error()
+                raise self.surveyed(fill).error()
             self._findings.append(self._examined(fill, start, stop, out))
 
     def produce(self, part: Part, start: int, stop: int, view: memoryview) -> None:
@@ -141,8 +141,14 @@ class Filler:
                 return False
         return True
 
-    def _surveyed(self, fill: PlannedFill) -> ReplicaFinding:
-        """The finding about a whole fill, read once more."""
+    def surveyed(self, fill: PlannedFill) -> ReplicaFinding:
+        """The finding about a whole fill whose copies differ, read once more.
+
+        Raises
+        ------
+        ReplicaMismatchError
+            When they are equal now.
+        """
         moves, _ = self._indexes.of(fill.route)
         out = memoryview(bytearray(self._step * fill.dtype.itemsize))
         found: ReplicaFinding | None = None

@@ -185,6 +185,9 @@ class Plan:
         What the user should know.
     topology
         The degrees that the output is for, None where it is the same for all.
+    copied
+        The whole of every tensor that has copies, where copies may differ: what differs is counted
+        once, however often the output has the elements.
     """
 
     format: str
@@ -195,6 +198,7 @@ class Plan:
     origin: Origin = field(default_factory=Origin)
     notes: tuple[str, ...] = ()
     topology: Topology | None = None
+    copied: tuple[PlannedFill, ...] = ()
 
     def fills(self) -> Iterator[PlannedFill]:
         """Every fill of every slot of every file, in order."""

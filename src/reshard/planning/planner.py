@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import prod
 
 from reshard.errors import CheckpointError, InternalError, ScaledStateError, UsageError, count_text
-from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor
+from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor, TensorKey
 from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.planning.plan import (
@@ -79,6 +79,7 @@ def plan(checkpoint: Checkpoint, target: Target, *, replicas: str = "refuse") ->
         origin=origin_of(checkpoint),
         notes=target.notes,
         topology=target.topology,
+        copied=() if replicas == "refuse" else planner.copied(),
     )
 
 
@@ -162,6 +163,12 @@ class _Planner:
         self._checkpoint = checkpoint
         self._sources = sources
         self._book = RouteBook()
+        self._copied: set[TensorKey] = set()
+
+    def copied(self) -> tuple[PlannedFill, ...]:
+        """The tensors of all fills so far that have copies, each as a whole."""
+        tensors = (self._checkpoint.tensors[key] for key in sorted(self._copied))
+        return tuple(identity_fill(tensor, self._sources, self._book) for tensor in tensors)
 
     def file(self, file: OutputFile) -> PlannedFile:
         slots = tuple(self._slot(file, slot) for slot in file.slots)
@@ -182,6 +189,8 @@ class _Planner:
         tensor = self._tensor(fill)
         route = self._book.route(fill.map, tensor.map, fill.rank)
         _check(fill, tensor, route)
+        if route.checks:
+            self._copied.add(tensor.key)
         places = tuple(
             self._sources.place(tensor.regions[holder], tensor, holder) for holder in route.holders
         )
