@@ -10,6 +10,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DOCS   := .venv-docs
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The judge needs the CPU only. Where pip would bring gigabytes of CUDA libraries:
 #   make test TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
@@ -39,9 +40,10 @@ types: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
-# No network: fonts are the system's, and the API pages are read out of the source.
-docs: $(VENV)/docs-ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+# An environment of its own, without torch. The build itself needs no network: fonts are the system's,
+# and the API pages are read out of the source.
+docs: $(DOCS)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # every cell of the matrices of native resumes, not only those that CI runs
 test-matrix: $(VENV)/ready
@@ -62,8 +64,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt --no-build-isolation --editable '.[test]'
 	touch $@
 
-$(VENV)/docs-ready: $(VENV)/ready
-	$(PIP) -c constraints.txt --no-build-isolation --editable '.[docs]'
+$(DOCS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
 	touch $@
 
 demo:
@@ -82,7 +86,7 @@ golden: $(VENV)/ready
 	$(BIN)/python -m scripts.make_golden
 
 clean:
-	rm -rf $(VENV) site .demo .bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) site .demo .bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:

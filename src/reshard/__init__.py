@@ -35,8 +35,20 @@ from reshard.errors import (
 )
 
 if TYPE_CHECKING:
-    from reshard.api import convert, open_checkpoint, read, verify
+    from reshard.api import (
+        annotate,
+        convert,
+        diagnose,
+        inspect,
+        open_checkpoint,
+        read,
+        select,
+        verify,
+    )
+    from reshard.formats.dcp.options import DcpOptions
     from reshard.formats.deepspeed.info_entry import deepspeed_info
+    from reshard.formats.deepspeed.writing.options import NativeOptions
+    from reshard.formats.safetensors.options import SafetensorsOptions, dtype_rules
     from reshard.geometry import AffinePiece, ParamAffineMap, TransferPlan, compose, trace_map
     from reshard.layouts.builders import (
         block_gather_map,
@@ -62,6 +74,14 @@ _HOMES = {
     "expert_map": "reshard.layouts.experts",
     "deepspeed_info": "reshard.formats.deepspeed.info_entry",
     "trace_map": "reshard.geometry",
+    "DcpOptions": "reshard.formats.dcp.options",
+    "NativeOptions": "reshard.formats.deepspeed.writing.options",
+    "SafetensorsOptions": "reshard.formats.safetensors.options",
+    "dtype_rules": "reshard.formats.safetensors.options",
+    "annotate": "reshard.api",
+    "diagnose": "reshard.api",
+    "inspect": "reshard.api",
+    "select": "reshard.api",
     "open_checkpoint": "reshard.api",
     "read": "reshard.api",
     "convert": "reshard.api",
@@ -74,16 +94,19 @@ __all__ = [
     "ArchiveError",
     "CheckpointError",
     "CompositionError",
+    "DcpOptions",
     "DocumentError",
     "HostileFileError",
     "InternalError",
     "InvalidMapError",
     "LayoutError",
     "MissingFileError",
+    "NativeOptions",
     "OutputError",
     "ParamAffineMap",
     "ReplicaMismatchError",
     "ReshardError",
+    "SafetensorsOptions",
     "ScaledStateError",
     "TraceError",
     "TransferPlan",
@@ -91,16 +114,21 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "annotate",
     "block_gather_map",
     "compose",
     "contiguous_split_map",
     "convert",
     "deepspeed_info",
+    "diagnose",
+    "dtype_rules",
     "expert_map",
+    "inspect",
     "open_checkpoint",
     "read",
     "replicated_map",
     "segmented_map",
+    "select",
     "sub_param_map",
     "trace_map",
     "verify",

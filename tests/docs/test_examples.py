@@ -73,7 +73,16 @@ def test_each_example_is_listed_and_run() -> None:
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     here = Path(__file__).read_text(encoding="utf-8")
     names = [path.parent.name for path in (ROOT / "examples").glob("*/run.*")]
+    shown = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert len(names) == 5
     for name in names:
         assert f"`examples/{name}`" in listed
+        assert f'--8<-- "examples/{name}/README.md:text"' in shown
+        assert f"--8<--\nexamples/{name}/run." in shown
         assert f'run("{name}/run.' in here
+
+
+def test_no_page_runs_what_only_the_tests_have() -> None:
+    """A newcomer has the environment that README makes; that of the tests is 1.5 GB."""
+    for page in (ROOT / "examples").rglob("*.md"):
+        assert ".venv" not in page.read_text(encoding="utf-8"), page

@@ -148,7 +148,10 @@ def test_a_selection_is_all_that_is_written(sample: Checkpoint, out: Path, capsy
 
 
 REFUSALS = [
-    (["--to", "onnx"], "cannot write the format 'onnx': expected universal or deepspeed"),
+    (
+        ["--to", "hf"],
+        "cannot write the format 'hf': expected universal or deepspeed or safetensors or dcp; next",
+    ),
     (["--to", "deepspeed"], "a native DeepSpeed checkpoint is written for one topology; next: "),
     (
         ["--to", "deepspeed", "--stage", "1", "--dp", "2", "--stage-starts", "0;3"],
@@ -172,14 +175,14 @@ REFUSALS = [
     ),
     (
         ["--to", "deepspeed", "--stage", "1", "--dp", "1", "--dtype", "int8"],
-        "no element type of a model: expected one of float32, bfloat16, float16, found int8",
+        "no element type of a model: expected one of fp32, bf16, fp16, found int8",
     ),
     (["--max-memory", "lots"], "not a size: found 'lots'; next: write it like 512MB"),
     (["--max-memory", "1kB"], "the memory cap is too small: "),
     (["--include", "nope*"], "a pattern matches no parameter: found 'nope*'; next: "),
     (
         ["--states", "momentum"],
-        "no such state: state momentum: expected one of exp_avg, fp32, step",
+        "no such state: state momentum: expected one of exp_avg, fp32, step; next: name one of",
     ),
     (["--exclude", "*"], "nothing is selected: "),
 ]
@@ -192,8 +195,12 @@ def test_options_of_another_format_are_refused(sample: Checkpoint, out: Path) ->
         "these options are not of the format 'universal': "
         "expected UniversalOptions, found NativeOptions"
     )
-    with pytest.raises(UsageError, match="the format 'deepspeed' is not written without options"):
+    with pytest.raises(UsageError) as caught:
         convert(sample.path, out, to="deepspeed")
+    assert str(caught.value) == (
+        "the format 'deepspeed' is not written without options; "
+        "next: say how: options=reshard.NativeOptions(...)"
+    )
     assert not out.exists()
 
 

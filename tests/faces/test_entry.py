@@ -69,7 +69,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 BAD_USAGE = [
     (["inspect"], "missing argument 'CKPT'; next: reshard inspect --help"),
     (["convert", "a"], "missing argument 'OUT'; next: reshard convert --help"),
-    (["convrt"], "no such command 'convrt'. Did you mean 'convert'; next: reshard --help"),
+    (["convrt"], "no such command 'convrt'. Did you mean 'convert'?; next: reshard --help"),
     (["inspect", "a", "b"], "got unexpected extra argument (b); next: reshard inspect --help"),
     (["convert", "a", "b", "--workers"], "option '--workers' requires an argument"),
     (["convert", "a", "b", "--workers", "0"], "invalid value for '--workers': "),

@@ -95,7 +95,10 @@ REFUSALS = [
     ),
     (
         ["embed.weight", "--state", "exp_avgg"],
-        "no such state: parameter embed.weight, state exp_avgg: expected one of fp32, exp_avg",
+        (
+            "no such state: parameter embed.weight, state exp_avgg: expected one of fp32, exp_avg; "
+            "next: did you mean exp_avg?"
+        ),
     ),
 ]
 

@@ -240,7 +240,7 @@ def test_a_file_of_the_checkpoint_cannot_be_replaced_by_mistake(
     assert victim.read_bytes() == before
     assert capsys.readouterr().err == (
         f"error: the name of the picture does not say what it is: {victim}: expected a name that "
-        f"ends in .{option}\n"
+        f"ends in .{option}; next: give it a name like picture.{option}\n"
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from reshard.api.selection import suggest
+from reshard.api.selection import suggest, suggest_state
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, StoredTensor
 from reshard.geometry import AffinePiece
@@ -88,7 +88,11 @@ def find_tensor(checkpoint: Checkpoint, name: str, state: str | None = None) -> 
         return held.get(MASTER) or next(iter(held.values()))
     if state not in held:
         raise UsageError(
-            "no such state", parameter=name, state=state, expected=f"one of {', '.join(held)}"
+            "no such state",
+            parameter=name,
+            state=state,
+            expected=f"one of {', '.join(held)}",
+            next_step=suggest_state(state, held),
         )
     return held[state]
 

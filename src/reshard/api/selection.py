@@ -102,7 +102,10 @@ def _require_states(checkpoint: Checkpoint, states: Sequence[str]) -> None:
     for state in states:
         if state not in held:
             raise UsageError(
-                "no such state", state=state, expected=f"one of {', '.join(sorted(held))}"
+                "no such state",
+                state=state,
+                expected=f"one of {', '.join(sorted(held))}",
+                next_step=suggest_state(state, held),
             )
 
 
@@ -131,6 +134,12 @@ def require_match(pattern: str, names: Sequence[str]) -> None:
         raise UsageError(
             "a pattern matches no parameter", found=repr(pattern), next_step=suggest(pattern, names)
         )
+
+
+def suggest_state(state: str, held: Iterable[str]) -> str:
+    """Return a next step for a state that does not exist."""
+    close = difflib.get_close_matches(state, sorted(held), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else "name one of them"
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -61,7 +61,7 @@ def _refuse_usage(error: BaseException, *, json: bool) -> int:
     message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "reshard"
-    said = message.replace("Value error, ", "").replace("argument(s)", "argument").rstrip(".?")
+    said = message.replace("Value error, ", "").replace("argument(s)", "argument").rstrip(".")
     line = f"{said[:1].lower()}{said[1:]}; next: {command} --help"
     if json:
         failure.write_error("UsageError", line, failure.REFUSED)

@@ -291,8 +291,8 @@ Dtype = Annotated[
         "--dtype",
         metavar="[GLOB=]DTYPE",
         help="Element type of the model's weights: bf16, fp16, fp32, for safetensors also "
-        "fp8_e4m3 and fp8_e5m2. As the model was trained by default. For safetensors GLOB=DTYPE is "
-        "for the names that match. Repeatable; the last that matches counts.",
+        "fp64, fp8_e4m3 and fp8_e5m2. As the model was trained by default. For safetensors "
+        "GLOB=DTYPE is for the names that match. Repeatable; the last that matches counts.",
         rich_help_panel=_WHAT,
     ),
 ]

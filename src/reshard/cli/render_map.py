@@ -87,7 +87,7 @@ def _ranges(checkpoint: Checkpoint, ranges: Sequence[PieceRange]) -> Block:
                 shown_path(range_.file, checkpoint),
                 range_.start,
                 range_.stop,
-                f"{range_.runs} x {range_.run_nbytes}",
+                f"{range_.runs}×{range_.run_nbytes}",
                 range_.piece,
             )
             for range_ in ranges

@@ -15,7 +15,7 @@ from reshard.api.arguments import parse_bytes
 from reshard.errors import UsageError
 from reshard.formats.dcp.options import DEFAULT_SHARD_BYTES, TREES, DcpOptions
 from reshard.formats.deepspeed.writing import MODEL_DTYPES, NativeOptions
-from reshard.formats.dtypes import DType, spelled_dtype
+from reshard.formats.dtypes import DType, short_names, spelled_dtype
 from reshard.formats.registry import WriteOptions
 from reshard.formats.safetensors.options import (
     DEFAULT_SHARD_SIZE,
@@ -124,7 +124,7 @@ def _model_dtype(given: tuple[str, ...]) -> DType | None:
     if len(given) > 1 or dtype.name not in MODEL_DTYPES:
         raise UsageError(
             "no element type of a model",
-            expected=f"one of {', '.join(MODEL_DTYPES)}",
+            expected=f"one of {short_names(MODEL_DTYPES)}",
             found=" and ".join(given),
         )
     return dtype

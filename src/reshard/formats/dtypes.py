@@ -198,3 +198,15 @@ def spelled_dtype(text: str) -> DType:
             "no such element type", expected="one like bf16, fp16, fp32 or bfloat16", found=text
         )
     return found
+
+
+def short_names(names: Iterable[str]) -> str:
+    """List dtypes as people write them.
+
+    Examples
+    --------
+    >>> short_names(["float32", "bfloat16", "float8_e4m3fn", "int8"])
+    'fp32, bf16, fp8_e4m3, int8'
+    """
+    short = {dtype: word for word, dtype in _SHORT.items() if word != "half"}
+    return ", ".join(short.get(name, name) for name in names)

@@ -79,7 +79,7 @@ class Writer(Generic[Chosen]):
         if options is None:
             raise UsageError(
                 f"the format {to!r} is not written without options",
-                next_step=f"say how, with {self.options.__name__}",
+                next_step=f"say how: options=reshard.{self.options.__name__}(...)",
             )
         if not isinstance(options, self.options):
             raise UsageError(
@@ -391,6 +391,10 @@ def writer_of(to: str) -> Writer[Any]:
     """
     entry = FORMATS.get(to)
     if entry is None or entry.writer is None:
-        written = (entry.name for entry in FORMATS.values() if entry.writer is not None)
-        raise UsageError(f"cannot write the format {to!r}", expected=" or ".join(written))
+        written = [entry.name for entry in FORMATS.values() if entry.writer is not None]
+        raise UsageError(
+            f"cannot write the format {to!r}",
+            expected=" or ".join(written),
+            next_step="safetensors is for from_pretrained, dcp for torch.distributed.checkpoint",
+        )
     return entry.writer

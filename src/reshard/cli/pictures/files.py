@@ -29,6 +29,7 @@ def require_ending(path: str, ending: str) -> None:
             "the name of the picture does not say what it is",
             file=path,
             expected=f"a name that ends in {ending}",
+            next_step=f"give it a name like picture{ending}",
         )
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from reshard.errors import UsageError
-from reshard.formats.dtypes import DType, spelled_dtype
+from reshard.formats.dtypes import DType, short_names, spelled_dtype
 
 WEIGHTS = "fp32"
 """The state under which weights go, whatever their element type."""
@@ -38,8 +38,9 @@ class DTypeRule:
         if self.dtype.name not in SERVED_DTYPES:
             raise UsageError(
                 "weights are not rounded to this element type",
-                expected=f"one of {', '.join(SERVED_DTYPES)}",
+                expected=f"one of {short_names(SERVED_DTYPES)}",
                 found=self.dtype,
+                next_step="choose one of them, or leave --dtype out: as the model was trained",
             )
 
     def meets(self, name: str) -> bool:

@@ -95,7 +95,10 @@ def lay_out_safetensors(checkpoint: Checkpoint, *, options: SafetensorsOptions) 
     notes = [*_rounding_notes(written), *_tie_notes(checkpoint, tied), *_other_notes(checkpoint)]
     notes += link_notes(beside)
     if CONFIG not in beside:
-        notes.append(f"no {CONFIG} lies beside the source; from_pretrained needs one")
+        notes.append(
+            f"no {CONFIG} lies beside the source; from_pretrained needs one: "
+            "bring one with --also DIR"
+        )
     return Target("safetensors", tuple(files), None, tuple(notes))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Topology
-from reshard.formats.dtypes import DType
+from reshard.formats.dtypes import DType, short_names
 
 if TYPE_CHECKING:
     from reshard.formats.stated_layouts import StatedLayouts
@@ -93,7 +93,7 @@ class NativeOptions:
         if self.dtype is not None and self.dtype.name not in MODEL_DTYPES:
             raise UsageError(
                 "a model cannot run in this element type",
-                expected=", ".join(MODEL_DTYPES),
+                expected=short_names(MODEL_DTYPES),
                 found=self.dtype,
             )
         starts = self.stage_starts
