@@ -198,6 +198,36 @@ def test_each_fault_is_found_with_its_place_and_its_fix(
     assert found.next_step.endswith(fix)
 
 
+LEFT_OVER = "a file of a rank that this checkpoint does not have"
+LARGER = "the file states other degrees than the other files"
+
+
+@pytest.mark.parametrize(
+    ("of_models", "of_optimizers"), [((2, 3), (2, 3)), ((2,), (2,)), ((3,), ()), ((), (3,))]
+)
+def test_each_left_over_file_of_a_larger_run_is_one_fault(
+    of_models: tuple[int, ...], of_optimizers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """ZeRO-3: model and optimizer files together, in the order of their names."""
+    tag = Path(shutil.copytree(case_named("golden/llama_z3_tp2dp2_fp32").tag_path, tmp_path / TAG))
+    larger = case_named("golden/odd_z3_dp4_bf16").tag_path
+    told = {}
+    for rank in of_models:
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        shutil.copy(larger / name, tag)
+        told[name] = (
+            f"{LARGER} (expected dp 2, pp 1, tp 2, found dp 4, pp 1, tp 1); "
+            f"{LEFT_OVER} (dp {rank}, mp 0)"
+        )
+    for rank in of_optimizers:
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        shutil.copy(larger / name, tag)
+        told[name] = f"{LEFT_OVER} (dp {rank}, mp 0)"
+    assert {Path(found.file).name: found.what for found in faults(tag)} == told
+    assert len(faults(tag)) == len(told)
+    assert main(["doctor", str(tag)]) == 1
+
+
 # ------------------------------------------------------------------------------ all at once
 
 

@@ -37,7 +37,7 @@ class FileKind(Enum):
     EXPERT_OPTIMIZER = "expert optimizer states"
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class FileName:
     """A parsed file name; indices that the name does not carry are 0.
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from reshard.errors import ReshardError
-from reshard.formats.checkpoint import Topology
+from reshard.formats.checkpoint import Problem, Topology
 from reshard.formats.deepspeed.experts import read_autoep
 from reshard.formats.deepspeed.names import (
     FileKind,
@@ -27,7 +28,7 @@ from reshard.formats.deepspeed.names import (
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
 from reshard.formats.deepspeed.rank_files import MOST_RANKS
-from reshard.formats.deepspeed.records import ModelStates, read_model_states
+from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
 from reshard.formats.torch_archive import Archive
@@ -41,6 +42,19 @@ SHOWN = 6
 
 Cell = tuple[int, int]
 Stated = TypeVar("Stated", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Degrees:
+    """What one model-state file states."""
+
+    dp: int
+    mp: int
+    split: ParallelDegrees | None
+
+    def __str__(self) -> str:
+        whole = self.split is not None and self.split.pp * self.split.tp == self.mp
+        return f"dp {self.dp}, {self.split if whole else f'mp {self.mp}'}"
 
 
 def survey_deepspeed(folder: TagFolder) -> Survey:
@@ -78,7 +92,7 @@ class _Survey:
             )
         return Survey(
             (*self._present(stale), *self._missed(missing)),
-            tuple(self.findings.problems),
+            tuple(_one_for_each_move(self.findings.problems)),
             Topology(self._stage(), dp, tp, pp, self._ep()) if self.models else None,
             whole=self.whole,
             states_layouts=layouts,
@@ -150,10 +164,11 @@ class _Survey:
             self.whole = False
             return self._named_degrees()
         stated = {
-            model.file: (model.dp_world_size or 1, model.mp_world_size or 1, model.degrees)
+            model.file: _Degrees(model.dp_world_size or 1, model.mp_world_size or 1, model.degrees)
             for model in self.models.values()
         }
-        dp, mp, split = self._most(stated, "other degrees (dp, mp) than the other files")
+        most = self._most(stated, "other degrees than the other files")
+        dp, mp, split = most.dp, most.mp, most.split
         if split is not None and split.pp * split.tp == mp:
             return dp, split.pp, split.tp
         layers = Counter(name.layer for name in self.paths if name.kind is FileKind.LAYER)
@@ -179,13 +194,13 @@ class _Survey:
         counted = Counter(stated.values())
         (most, number), *others = counted.most_common()
         if others and others[0][1] == number:
-            said = "; ".join(f"{Path(file).name}: {_said(value)}" for file, value in stated.items())
+            said = "; ".join(f"{Path(file).name}: {value}" for file, value in stated.items())
             self._wrong(f"files state {what}: {said}", self.folder.path, _MOVE)
             return most
         for file, value in stated.items():
             if value != most:
                 self._wrong(
-                    f"the file states {what} (expected {_said(most)}, found {_said(value)})",
+                    f"the file states {what} (expected {most}, found {value})",
                     file,
                     _MOVE,
                 )
@@ -239,7 +254,7 @@ class _Survey:
                 self.folder.path,
                 _COPY,
             )
-        for name in sorted(stale):
+        for name in sorted(stale, key=lambda name: self.paths[name].name):
             self._wrong(
                 f"a file of a rank that this checkpoint does not have (dp {name.dp}, mp {name.mp})",
                 self.paths[name],
@@ -307,6 +322,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _said(value: object) -> str:
-    parts = value if isinstance(value, tuple) else (value,)
-    return ", ".join(str(part) for part in parts if part is not None)
+def _one_for_each_move(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Problems, with all that speaks for moving one file away told as one."""
+    merged: dict[tuple[str, str] | int, Problem] = {}
+    for number, found in enumerate(problems):
+        key = (found.file, found.next_step) if found.next_step == _MOVE else number
+        first = merged.get(key)
+        both = found if first is None else replace(first, what=f"{first.what}; {found.what}")
+        merged[key] = both
+    yield from merged.values()
