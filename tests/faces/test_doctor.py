@@ -109,7 +109,7 @@ def no_model_files(save: Path) -> None:
 FAULTS: list[tuple[Callable[[Path], None], str, str, str]] = [
     (
         missing_rank,
-        "1 of 4 files of optimizer states missing: zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "1 of 4 files of optimizer states missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "ckpt/step3",
         "copy it from the node that wrote it, or name that folder with --also",
     ),
@@ -228,6 +228,28 @@ def test_each_left_over_file_of_a_larger_run_is_one_fault(
     assert main(["doctor", str(tag)]) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("odd_z1_dp2_bf16opt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("odd_z1_dp2_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("odd_z3_dp4_bf16", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("odd_z3_dp4_bf16", "zero_pp_rank_2_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_missing_file_is_called_what_it_was_called(
+    name: str, lost: str, tmp_path: Path, capsys: Capture
+) -> None:
+    tag = Path(shutil.copytree(case_named(f"golden/{name}").tag_path, tmp_path / TAG))
+    (tag / lost).unlink()
+    (found,) = faults(tag)
+    assert found.what.endswith(f" missing: {lost}")
+    assert main(["convert", str(tag), str(tmp_path / "out")]) == 2
+    assert f" is missing: {tag / lost}, rank dp " in capsys.readouterr().err
+    main(["inspect", str(tag)])
+    assert f" is missing: {tag / lost}, rank dp " in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------ all at once
 
 
@@ -254,7 +276,7 @@ def test_all_of_them_are_found_at_once(save: Path, capsys: Capture) -> None:
         OPTIMIZER.format(0, 1): "damaged",
         OPTIMIZER.format(1, 1): "present",
         OPTIMIZER.format(7, 0): "left over",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt": "missing",
+        OPTIMIZER.format(1, 0): "missing",
     }
 
 
@@ -269,7 +291,8 @@ def test_the_report_numbers_them(save: Path, capsys: Capture) -> None:
         f"  folder  {save}\n"
         "  step3   5 files, 134 kB, ZeRO-1 dp2 tp2 pp1 ep1\n"
         "\n"
-        "1. 1 of 4 files of optimizer states missing: zero_pp_rank_1_mp_rank_00_optim_states.pt\n"
+        "1. 1 of 4 files of optimizer states missing: "
+        f"{OPTIMIZER.format(1, 0)}\n"
         f"  where  {save}/step3\n"
         "  fix    copy it from the node that wrote it, or name that folder with --also\n"
         "\n"

@@ -22,10 +22,8 @@ from reshard.formats.checkpoint import SourceFile
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
-    model_file_name,
-    optimizer_file_name,
+    missing_file_name,
     parse_file_name,
-    zero3_model_file_name,
 )
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.folders import TagFolder
@@ -214,11 +212,12 @@ def require_grid(
     wanted = list(expected)
     missing = [cell for cell in wanted if cell not in found]
     if missing:
+        names = (path.name for path in found.values())
         raise MissingFileError(
             f"{len(missing)} of {len(wanted)} files of {kind.value} missing"
             if len(missing) > 1
             else f"a file of {kind.value} is missing",
-            file=inventory.folder.path / _name_of(kind, *missing[0]),
+            file=inventory.folder.path / missing_file_name(kind, *missing[0], names),
             rank=f"dp {missing[0][0]}, mp {missing[0][1]}",
             expected=count_text(len(wanted), "file"),
             found=len(wanted) - len(missing),
@@ -235,11 +234,3 @@ def require_grid(
             next_step="it is left over from another run; move it away",
         )
     return found
-
-
-def _name_of(kind: FileKind, dp: int, mp: int) -> str:
-    if kind is FileKind.MODEL:
-        return model_file_name(mp)
-    if kind is FileKind.ZERO3_MODEL:
-        return zero3_model_file_name(dp, mp)
-    return optimizer_file_name(dp, mp)

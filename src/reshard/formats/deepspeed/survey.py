@@ -20,10 +20,8 @@ from reshard.formats.deepspeed.experts import read_autoep
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
-    model_file_name,
-    optimizer_file_name,
+    missing_file_name,
     parse_file_name,
-    zero3_model_file_name,
 )
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
@@ -250,7 +248,7 @@ class _Survey:
         for kind, cells in missing.items():
             self._wrong(
                 f"{len(cells)} of {len(wanted[kind])} files of {kind.value} missing: "
-                + _listed([_file_of(kind, cell) for cell in cells]),
+                + _listed([self._file_of(kind, cell) for cell in cells]),
                 self.folder.path,
                 _COPY,
             )
@@ -263,6 +261,11 @@ class _Survey:
 
     def _cells(self, kind: FileKind) -> dict[Cell, FileName]:
         return {(name.dp, name.mp): name for name in self.paths if name.kind is kind}
+
+    def _file_of(self, kind: FileKind, cell: Cell) -> str:
+        """The name of a file that is missing."""
+        present = (self.paths[name].name for name in self._cells(kind).values())
+        return missing_file_name(kind, *cell, present)
 
     def _present(self, stale: set[FileName]) -> Iterable[RankFile]:
         for name, path in sorted(self.paths.items(), key=lambda entry: _order(entry[0])):
@@ -286,7 +289,7 @@ class _Survey:
     def _missed(self, missing: Mapping[FileKind, list[Cell]]) -> Iterable[RankFile]:
         for kind, cells in missing.items():
             for dp, mp in cells:
-                file = str(self.folder.path / _file_of(kind, (dp, mp)))
+                file = str(self.folder.path / self._file_of(kind, (dp, mp)))
                 rank = None if kind is FileKind.MODEL else dp
                 yield RankFile(kind.value, rank, mp, Presence.MISSING, file)
 
@@ -308,13 +311,6 @@ class _Survey:
 
 def _order(name: FileName) -> tuple[str, int, int, int, int]:
     return name.kind.value, name.layer, name.expert, name.dp, name.mp
-
-
-def _file_of(kind: FileKind, cell: Cell) -> str:
-    dp, mp = cell
-    if kind is FileKind.MODEL:
-        return model_file_name(mp)
-    return (zero3_model_file_name if kind is FileKind.ZERO3_MODEL else optimizer_file_name)(dp, mp)
 
 
 def _listed(names: list[str]) -> str:
