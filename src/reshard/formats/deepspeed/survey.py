@@ -17,6 +17,7 @@ from typing import TypeVar
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Problem, Topology
 from reshard.formats.deepspeed.experts import read_autoep
+from reshard.formats.deepspeed.grid import minority_first, stated_text
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
@@ -29,7 +30,7 @@ from reshard.formats.deepspeed.rank_files import MOST_RANKS
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
-from reshard.formats.torch_archive import Archive
+from reshard.formats.torch_archive import Archive, short_repr
 
 _MODELS = (FileKind.MODEL, FileKind.ZERO3_MODEL)
 _GRID = (*_MODELS, FileKind.OPTIMIZER)
@@ -192,13 +193,13 @@ class _Survey:
         counted = Counter(stated.values())
         (most, number), *others = counted.most_common()
         if others and others[0][1] == number:
-            said = "; ".join(f"{Path(file).name}: {value}" for file, value in stated.items())
+            said = stated_text(minority_first(stated), _said)
             self._wrong(f"files state {what}: {said}", self.folder.path, _MOVE)
             return most
         for file, value in stated.items():
             if value != most:
                 self._wrong(
-                    f"the file states {what} (expected {most}, found {value})",
+                    f"the file states {what} (expected {_said(most)}, found {_said(value)})",
                     file,
                     _MOVE,
                 )
@@ -311,6 +312,10 @@ class _Survey:
 
 def _order(name: FileName) -> tuple[str, int, int, int, int]:
     return name.kind.value, name.layer, name.expert, name.dp, name.mp
+
+
+def _said(value: object) -> str:
+    return str(value) if isinstance(value, _Degrees) else short_repr(value)
 
 
 def _listed(names: list[str]) -> str:
