@@ -15,6 +15,7 @@ import torch
 
 from reshard import api
 from reshard.cli import main
+from reshard.errors import CheckpointError
 from reshard.formats.checkpoint import Problem
 from tests.formats.edited import nothing, with_info
 from tests.truth import EXAMPLE, Case, by_name, case_named, cases, golden
@@ -96,9 +97,16 @@ def stopped_run(save: Path) -> None:
     (work / "lock").touch()
 
 
-def renamed_file(save: Path) -> None:
+def copied_over(save: Path) -> None:
     tag = save / TAG
     shutil.copy(tag / MODEL.format(0), tag / MODEL.format(1))
+
+
+def renamed_over(save: Path) -> None:
+    tag = save / TAG
+    content = torch.load(tag / OPTIMIZER.format(0, 1), weights_only=False)
+    torch.save(content, tag / OPTIMIZER.format(7, 1))
+    (tag / OPTIMIZER.format(7, 1)).rename(tag / OPTIMIZER.format(0, 1))
 
 
 def no_model_files(save: Path) -> None:
@@ -171,10 +179,16 @@ FAULTS: list[tuple[Callable[[Path], None], str, str, str]] = [
         "finish it with the same command and --resume, or remove this folder",
     ),
     (
-        renamed_file,
+        copied_over,
         "a file carries the name of another rank (mp_rank_00_model_states.pt)",
         MODEL.format(1),
-        "it was renamed or copied over another; give it back its name",
+        "the one of that name was copied over it; copy it again from where it was written",
+    ),
+    (
+        renamed_over,
+        f"a file carries the name of another rank ({OPTIMIZER.format(7, 1)})",
+        OPTIMIZER.format(0, 1),
+        "the file was renamed or copied over another; give it back its name",
     ),
     (
         no_model_files,
@@ -196,6 +210,24 @@ def test_each_fault_is_found_with_its_place_and_its_fix(
     assert found.what.startswith(what)
     assert found.file.endswith(where)
     assert found.next_step.endswith(fix)
+
+
+def test_the_reader_says_the_same_of_a_file_that_was_copied_over(save: Path) -> None:
+    copied_over(save)
+    with pytest.raises(CheckpointError) as refused:
+        api.open_checkpoint(save)
+    assert refused.value.found == MODEL.format(0)
+    assert refused.value.next_step == faults(save)[0].next_step
+
+
+def test_two_files_that_were_swapped_get_their_names_back(save: Path) -> None:
+    first, second = (save / TAG / OPTIMIZER.format(rank, 0) for rank in range(2))
+    first.rename(save / "aside")
+    second.rename(first)
+    (save / "aside").rename(second)
+    said = {Path(found.file).name: found.next_step for found in faults(save)}
+    fix = "the file was renamed or copied over another; give it back its name"
+    assert said == {first.name: fix, second.name: fix}
 
 
 LEFT_OVER = "a file of a rank that this checkpoint does not have"

@@ -113,8 +113,7 @@ def open_deepspeed(folder: TagFolder, stated: StatedLayouts | None = None) -> Ch
     require_models(inventory, degrees)
     experts = open_experts(inventory, models, degrees)
     ranks = open_ranks(inventory, degrees, models, experts)
-    require_own_names(model.archive for model in models.values())
-    require_own_names(rank.archive for rank in ranks.values())
+    require_own_names([file.archive for files in (models, ranks) for file in files.values()])
     require_module_shapes(models.values(), experts.fused)
     return _Reading(inventory, degrees, models, ranks, experts, stated).checkpoint()
 

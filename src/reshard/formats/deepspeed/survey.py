@@ -26,7 +26,7 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
-from reshard.formats.deepspeed.rank_files import MOST_RANKS
+from reshard.formats.deepspeed.rank_files import MOST_RANKS, wrongly_named
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
@@ -68,6 +68,7 @@ class _Survey:
         self.folder = folder
         self.findings = Findings()
         self.paths: dict[FileName, Path] = {}
+        self.archives: list[Archive] = []
         self.models: dict[FileName, ModelStates] = {}
         self.stages: Counter[int] = Counter()
         self.damaged: set[FileName] = set()
@@ -78,6 +79,7 @@ class _Survey:
         self._list()
         for name, path in self.paths.items():
             self._open(name, path)
+        self._require_own_names()
         dp, pp, tp = self._degrees()
         self._require_one_step()
         missing, stale = self._grid(dp, pp * tp)
@@ -137,21 +139,17 @@ class _Survey:
         if archive is None:
             self.damaged.add(name)
         else:
-            self._require_own_name(name, archive)
+            self.archives.append(archive)
 
     def _count_stage(self, archive: Archive) -> None:
         """Note the stage of an optimizer file; what it lacks, the reader says."""
         with contextlib.suppress(ReshardError):
             self.stages[stage_of(archive)] += 1
 
-    def _require_own_name(self, name: FileName, archive: Archive) -> None:
-        carried = parse_file_name(f"{archive.name}.pt")
-        if carried is not None and carried != name:
-            self._wrong(
-                f"a file carries the name of another rank ({archive.name}.pt)",
-                archive.path,
-                "it was renamed or copied over another; give it back its name",
-            )
+    def _require_own_names(self) -> None:
+        for archive, fix in wrongly_named(self.archives):
+            what = f"a file carries the name of another rank ({archive.name}.pt)"
+            self._wrong(what, archive.path, fix)
 
     # ----- together
 
