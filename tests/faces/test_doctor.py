@@ -50,12 +50,15 @@ def cut_short(save: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def wrong_checksum(save: Path) -> None:
-    file = save / TAG / MODEL.format(0)
+def spoil(file: Path) -> None:
+    """Change the checksum of the pickle, the first record in the directory of an archive."""
     data = bytearray(file.read_bytes())
-    at = data.index(b"PK\x01\x02")  # the first record of the directory is the pickle
-    data[at + 16] ^= 1
+    data[data.index(b"PK\x01\x02") + 16] ^= 1
     file.write_bytes(data)
+
+
+def wrong_checksum(save: Path) -> None:
+    spoil(save / TAG / MODEL.format(0))
 
 
 def stale_rank(save: Path) -> None:
@@ -228,6 +231,42 @@ def test_two_files_that_were_swapped_get_their_names_back(save: Path) -> None:
     said = {Path(found.file).name: found.next_step for found in faults(save)}
     fix = "the file was renamed or copied over another; give it back its name"
     assert said == {first.name: fix, second.name: fix}
+
+
+def test_inspect_and_convert_tell_a_wrong_checksum_with_the_same_fix(save: Path) -> None:
+    wrong_checksum(save)
+    (fault,) = faults(save)
+    assert fault.what == (
+        "the checksum of the pickle does not hold: the file was written without checksums, by two "
+        "processes at once, or it is damaged"
+    )
+    assert list(api.open_checkpoint(save).problems) == [fault]
+    assert list(api.convert(save, save / "u", dry_run=True).source.problems) == [fault]
+
+
+SEVERAL = (
+    "the checksum of the pickle does not hold, as where several ranks wrote the file at once, "
+    "which DeepSpeed lets them do with files of experts"
+)
+EXPERTS = [case for case in cases() if case.name.endswith("mixtral_ep2tp2_z1_fp32")]
+
+
+@pytest.mark.parametrize("case", by_name(EXPERTS))
+def test_of_an_expert_it_is_a_note_and_told_by_whoever_reads_the_file(
+    case: Case, tmp_path: Path
+) -> None:
+    """DeepSpeed itself wrote one of these files by two ranks at once; one more is made here."""
+    tag = Path(shutil.copytree(case.tag_path, tmp_path / TAG))
+    own, made = (tag / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in range(2))
+    spoil(made)
+    found = api.diagnose(tag)
+    assert found.healthy
+    assert set(found.notes) == {Problem(SEVERAL, str(file)) for file in (own, made)}
+    assert list(api.open_checkpoint(tag).problems) == []  # it has no need of these files
+    for file in tag.glob("*_optim_states.pt"):
+        file.unlink()
+    told = [note for note in api.open_checkpoint(tag).problems if "checksum" in note.what]
+    assert told == [Problem(SEVERAL, str(file)) for file in (own, made)]
 
 
 LEFT_OVER = "a file of a rank that this checkpoint does not have"

@@ -26,11 +26,12 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
+from reshard.formats.deepspeed.problems import problems_inside
 from reshard.formats.deepspeed.rank_files import MOST_RANKS, wrongly_named
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
-from reshard.formats.torch_archive import Archive, short_repr
+from reshard.formats.torch_archive import Archive, read_archive, short_repr
 
 _MODELS = (FileKind.MODEL, FileKind.ZERO3_MODEL)
 _GRID = (*_MODELS, FileKind.OPTIMIZER)
@@ -131,15 +132,16 @@ class _Survey:
             archive = None if model is None else model.archive
             if model is not None:
                 self.models[name] = model
-                self.findings.inside(model.archive)
         else:
-            archive = self.findings.archive(path)
+            archive = self.findings.opened(path, read_archive)
             if archive is not None and name.kind is FileKind.OPTIMIZER:
                 self._count_stage(archive)
         if archive is None:
             self.damaged.add(name)
         else:
             self.archives.append(archive)
+            of_expert = name.kind is FileKind.EXPERT
+            self.findings.problems += problems_inside(archive, of_expert=of_expert)
 
     def _count_stage(self, archive: Archive) -> None:
         """Note the stage of an optimizer file; what it lacks, the reader says."""
