@@ -347,6 +347,19 @@ def test_verify_needs_two_checkpoints(sample: Checkpoint, tmp_path: Path, capsys
     assert capsys.readouterr().err.startswith("error: no such file or folder: ")
 
 
+def test_to_resume_nothing_is_told(sample: Checkpoint, out: Path, capsys: Capture) -> None:
+    said = (
+        "there was nothing to resume: no interrupted run had left work for this output, so all of "
+        "it was done from the beginning"
+    )
+    assert said not in api.convert(sample.path, out.with_name("other")).notes
+    assert main(["convert", sample.path, str(out), "--resume", "--quiet"]) == 0
+    assert f"  {said}\n" in capsys.readouterr().out
+    again = api.convert(sample.path, out, resume=True)  # as after a kill behind the last rename
+    assert said not in again.notes
+    assert again.kept > 0
+
+
 def test_an_unexpected_fault_is_one_line(
     sample: Checkpoint, out: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from reshard import api
 from reshard.cli import main
+from reshard.errors import CheckpointError
 from reshard.formats.checkpoint import Problem
 from tests.formats.edited import nothing, with_info
 from tests.truth import EXAMPLE, Case, by_name, case_named, cases, golden
@@ -49,12 +50,15 @@ def cut_short(save: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def wrong_checksum(save: Path) -> None:
-    file = save / TAG / MODEL.format(0)
+def spoil(file: Path) -> None:
+    """Change the checksum of the pickle, the first record in the directory of an archive."""
     data = bytearray(file.read_bytes())
-    at = data.index(b"PK\x01\x02")  # the first record of the directory is the pickle
-    data[at + 16] ^= 1
+    data[data.index(b"PK\x01\x02") + 16] ^= 1
     file.write_bytes(data)
+
+
+def wrong_checksum(save: Path) -> None:
+    spoil(save / TAG / MODEL.format(0))
 
 
 def stale_rank(save: Path) -> None:
@@ -96,9 +100,16 @@ def stopped_run(save: Path) -> None:
     (work / "lock").touch()
 
 
-def renamed_file(save: Path) -> None:
+def copied_over(save: Path) -> None:
     tag = save / TAG
     shutil.copy(tag / MODEL.format(0), tag / MODEL.format(1))
+
+
+def renamed_over(save: Path) -> None:
+    tag = save / TAG
+    content = torch.load(tag / OPTIMIZER.format(0, 1), weights_only=False)
+    torch.save(content, tag / OPTIMIZER.format(7, 1))
+    (tag / OPTIMIZER.format(7, 1)).rename(tag / OPTIMIZER.format(0, 1))
 
 
 def no_model_files(save: Path) -> None:
@@ -109,7 +120,7 @@ def no_model_files(save: Path) -> None:
 FAULTS: list[tuple[Callable[[Path], None], str, str, str]] = [
     (
         missing_rank,
-        "1 of 4 files of optimizer states missing: zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "1 of 4 files of optimizer states missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "ckpt/step3",
         "copy it from the node that wrote it, or name that folder with --also",
     ),
@@ -171,10 +182,16 @@ FAULTS: list[tuple[Callable[[Path], None], str, str, str]] = [
         "finish it with the same command and --resume, or remove this folder",
     ),
     (
-        renamed_file,
+        copied_over,
         "a file carries the name of another rank (mp_rank_00_model_states.pt)",
         MODEL.format(1),
-        "it was renamed or copied over another; give it back its name",
+        "the one of that name was copied over it; copy it again from where it was written",
+    ),
+    (
+        renamed_over,
+        f"a file carries the name of another rank ({OPTIMIZER.format(7, 1)})",
+        OPTIMIZER.format(0, 1),
+        "the file was renamed or copied over another; give it back its name",
     ),
     (
         no_model_files,
@@ -196,6 +213,112 @@ def test_each_fault_is_found_with_its_place_and_its_fix(
     assert found.what.startswith(what)
     assert found.file.endswith(where)
     assert found.next_step.endswith(fix)
+
+
+def test_the_reader_says_the_same_of_a_file_that_was_copied_over(save: Path) -> None:
+    copied_over(save)
+    with pytest.raises(CheckpointError) as refused:
+        api.open_checkpoint(save)
+    assert refused.value.found == MODEL.format(0)
+    assert refused.value.next_step == faults(save)[0].next_step
+
+
+def test_two_files_that_were_swapped_get_their_names_back(save: Path) -> None:
+    first, second = (save / TAG / OPTIMIZER.format(rank, 0) for rank in range(2))
+    first.rename(save / "aside")
+    second.rename(first)
+    (save / "aside").rename(second)
+    said = {Path(found.file).name: found.next_step for found in faults(save)}
+    fix = "the file was renamed or copied over another; give it back its name"
+    assert said == {first.name: fix, second.name: fix}
+
+
+def test_inspect_and_convert_tell_a_wrong_checksum_with_the_same_fix(save: Path) -> None:
+    wrong_checksum(save)
+    (fault,) = faults(save)
+    assert fault.what == (
+        "the checksum of the pickle does not hold: the file was written without checksums, by two "
+        "processes at once, or it is damaged"
+    )
+    assert list(api.open_checkpoint(save).problems) == [fault]
+    assert list(api.convert(save, save / "u", dry_run=True).source.problems) == [fault]
+
+
+SEVERAL = (
+    "the checksum of the pickle does not hold, as where several ranks wrote the file at once, "
+    "which DeepSpeed lets them do with files of experts"
+)
+EXPERTS = [case for case in cases() if case.name.endswith("mixtral_ep2tp2_z1_fp32")]
+
+
+@pytest.mark.parametrize("case", by_name(EXPERTS))
+def test_of_an_expert_it_is_a_note_and_told_by_whoever_reads_the_file(
+    case: Case, tmp_path: Path
+) -> None:
+    """DeepSpeed itself wrote one of these files by two ranks at once; one more is made here."""
+    tag = Path(shutil.copytree(case.tag_path, tmp_path / TAG))
+    own, made = (tag / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in range(2))
+    spoil(made)
+    found = api.diagnose(tag)
+    assert found.healthy
+    assert set(found.notes) == {Problem(SEVERAL, str(file)) for file in (own, made)}
+    assert list(api.open_checkpoint(tag).problems) == []  # it has no need of these files
+    for file in tag.glob("*_optim_states.pt"):
+        file.unlink()
+    told = [note for note in api.open_checkpoint(tag).problems if "checksum" in note.what]
+    assert told == [Problem(SEVERAL, str(file)) for file in (own, made)]
+
+
+LEFT_OVER = "a file of a rank that this checkpoint does not have"
+LARGER = "the file states other degrees than the other files"
+
+
+@pytest.mark.parametrize(
+    ("of_models", "of_optimizers"), [((2, 3), (2, 3)), ((2,), (2,)), ((3,), ()), ((), (3,))]
+)
+def test_each_left_over_file_of_a_larger_run_is_one_fault(
+    of_models: tuple[int, ...], of_optimizers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """ZeRO-3: model and optimizer files together, in the order of their names."""
+    tag = Path(shutil.copytree(case_named("golden/llama_z3_tp2dp2_fp32").tag_path, tmp_path / TAG))
+    larger = case_named("golden/odd_z3_dp4_bf16").tag_path
+    told = {}
+    for rank in of_models:
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        shutil.copy(larger / name, tag)
+        told[name] = (
+            f"{LARGER} (expected dp 2, pp 1, tp 2, found dp 4, pp 1, tp 1); "
+            f"{LEFT_OVER} (dp {rank}, mp 0)"
+        )
+    for rank in of_optimizers:
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        shutil.copy(larger / name, tag)
+        told[name] = f"{LEFT_OVER} (dp {rank}, mp 0)"
+    assert {Path(found.file).name: found.what for found in faults(tag)} == told
+    assert len(faults(tag)) == len(told)
+    assert main(["doctor", str(tag)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("odd_z1_dp2_bf16opt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("odd_z1_dp2_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("odd_z3_dp4_bf16", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("odd_z3_dp4_bf16", "zero_pp_rank_2_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_missing_file_is_called_what_it_was_called(
+    name: str, lost: str, tmp_path: Path, capsys: Capture
+) -> None:
+    tag = Path(shutil.copytree(case_named(f"golden/{name}").tag_path, tmp_path / TAG))
+    (tag / lost).unlink()
+    (found,) = faults(tag)
+    assert found.what.endswith(f" missing: {lost}")
+    assert main(["convert", str(tag), str(tmp_path / "out")]) == 2
+    assert f" is missing: {tag / lost}, rank dp " in capsys.readouterr().err
+    main(["inspect", str(tag)])
+    assert f" is missing: {tag / lost}, rank dp " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ all at once
@@ -224,7 +347,7 @@ def test_all_of_them_are_found_at_once(save: Path, capsys: Capture) -> None:
         OPTIMIZER.format(0, 1): "damaged",
         OPTIMIZER.format(1, 1): "present",
         OPTIMIZER.format(7, 0): "left over",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt": "missing",
+        OPTIMIZER.format(1, 0): "missing",
     }
 
 
@@ -239,7 +362,8 @@ def test_the_report_numbers_them(save: Path, capsys: Capture) -> None:
         f"  folder  {save}\n"
         "  step3   5 files, 134 kB, ZeRO-1 dp2 tp2 pp1 ep1\n"
         "\n"
-        "1. 1 of 4 files of optimizer states missing: zero_pp_rank_1_mp_rank_00_optim_states.pt\n"
+        "1. 1 of 4 files of optimizer states missing: "
+        f"{OPTIMIZER.format(1, 0)}\n"
         f"  where  {save}/step3\n"
         "  fix    copy it from the node that wrote it, or name that folder with --also\n"
         "\n"

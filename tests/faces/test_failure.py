@@ -6,11 +6,14 @@ import errno
 import os
 import re
 import sys
+import traceback
 
 import pytest
 
 from reshard import errors
+from reshard.api import open_checkpoint
 from reshard.cli import failure
+from reshard.cli.failure import describe
 
 FREE_SPACE = "free space or choose another disk, then run it again"
 CASES = [
@@ -64,6 +67,20 @@ def test_a_fault_of_ours_says_so_and_how_to_report_it(
         r"report it .*RESHARD_DEBUG=1\n",
         err,
     )
+
+
+class BrokenPath:
+    """What raises outside of reshard, called from inside."""
+
+    def __fspath__(self) -> str:
+        raise TypeError("no path")
+
+
+def test_the_place_is_the_last_one_inside_reshard() -> None:
+    with pytest.raises(TypeError) as caught:
+        open_checkpoint(BrokenPath())
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == __file__
+    assert re.search(r" \(reshard \S+, Python \S+, opening\.py:\d+\); ", describe(caught.value))
 
 
 def test_the_traceback_comes_with_debug_only(

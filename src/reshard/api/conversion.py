@@ -41,6 +41,11 @@ from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
+NOTHING_TO_RESUME = (
+    "there was nothing to resume: no interrupted run had left work for this output, so all of it "
+    "was done from the beginning"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
@@ -224,6 +229,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
             overwrite=overwrite,
             progress=progress,
         )
+    told = told if done.continued or not resume else (*told, NOTHING_TO_RESUME)
     report = _done(report, done, time.perf_counter() - start, told)
     if not verify:
         return report

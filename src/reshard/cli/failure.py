@@ -33,6 +33,9 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
+_PACKAGE = Path(__file__).parents[1]
+"""Where reshard lies."""
+
 _PLACES = ("what", "file", "rank", "parameter", "state", "dim", "expected", "found", "next_step")
 """Attributes of every error that say more than the line."""
 
@@ -148,7 +151,9 @@ def _internal(error: BaseException) -> str:
 def _place(trace: TracebackType | None) -> str:
     if trace is None:
         return ""
-    last = traceback.extract_tb(trace)[-1]
+    frames = traceback.extract_tb(trace)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    last = (ours or frames)[-1]  # what a generated or foreign function says leads nowhere
     return f", {Path(last.filename).name}:{last.lineno}"
 
 

@@ -77,6 +77,8 @@ class Report:
         Bytes of the output, and of these, tensor bytes that an interrupted run had written.
     replicas
         Copies that differ and were let through, by name and state.
+    continued
+        Whether there was an interrupted run, and this one went on from what it had left.
     """
 
     destination: str
@@ -86,6 +88,7 @@ class Report:
     nbytes: int
     kept_nbytes: int
     replicas: tuple[ReplicaFinding, ...]
+    continued: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +242,8 @@ class _Run:
             if not self._is_published(found):
                 return None
             kept = len(found.records.slots)
-            return self._report(
-                kept, kept, self._nbytes(found.records), self._findings(found.records)
-            )
+            findings = self._findings(found.records)
+            return self._report(kept, kept, self._nbytes(found.records), findings, continued=True)
         # Its journal is the first that goes when it cleans up, so the manifest must speak.
         try:
             manifest = read_manifest(self.staging.destination)
@@ -260,7 +262,7 @@ class _Run:
             )
         slots = [slot for file in self.plan.files for slot in file.slots]
         nbytes = sum(slot.nbytes for slot in slots)
-        return self._report(len(slots), len(slots), nbytes, manifest.findings)
+        return self._report(len(slots), len(slots), nbytes, manifest.findings, continued=True)
 
     def _is_published(self, found: JournalContent) -> bool:
         """Whether the interrupted run had already given the output its name."""
@@ -293,7 +295,8 @@ class _Run:
             self._clean_up(error)
             raise
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
-        return self._report(len(records.slots), kept, kept_nbytes, self._findings(records))
+        findings, continued = self._findings(records), found is not None
+        return self._report(len(records.slots), kept, kept_nbytes, findings, continued=continued)
 
     def _nbytes(self, records: Records) -> int:
         """Bytes of the slots that are finished."""
@@ -385,7 +388,13 @@ class _Run:
             self.staging.remove()
 
     def _report(
-        self, tensors: int, kept: int, kept_nbytes: int, findings: tuple[ReplicaFinding, ...]
+        self,
+        tensors: int,
+        kept: int,
+        kept_nbytes: int,
+        findings: tuple[ReplicaFinding, ...],
+        *,
+        continued: bool,
     ) -> Report:
         return Report(
             destination=str(self.staging.destination),
@@ -395,6 +404,7 @@ class _Run:
             nbytes=sum(file.size for file in self.plan.files),
             kept_nbytes=kept_nbytes,
             replicas=findings,
+            continued=continued,
         )
 
     def _findings(self, records: Records) -> tuple[ReplicaFinding, ...]:

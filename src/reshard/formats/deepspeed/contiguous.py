@@ -127,8 +127,8 @@ def _check_mappings(found: Partitions, buffer: Buffer, flat: Iterable[FlatFragme
         if is_round_robin(part.rank):
             found.problems.append(
                 Problem(
-                    "nothing to do: DeepSpeed writes wrong param_slice_mappings under "
-                    "round_robin_gradients; the order of param_shapes was used",
+                    "DeepSpeed wrote wrong param_slice_mappings, as it does under "
+                    "round_robin_gradients; the order of param_shapes, which is right, was used",
                     part.file,
                 )
             )

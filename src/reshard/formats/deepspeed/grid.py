@@ -13,7 +13,7 @@ Sources: `reshape_3d_utils.py`, `ds_to_universal.py` (`_build_zero3_rank_grid`),
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,16 +22,16 @@ from reshard.formats.checkpoint import SourceFile
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
-    model_file_name,
-    optimizer_file_name,
+    missing_file_name,
     parse_file_name,
-    zero3_model_file_name,
 )
-from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees
 from reshard.formats.folders import TagFolder
 from reshard.formats.torch_archive import same_value, short_repr
 
 _COMPARE_BYTES = 1 << 22
+_SHOWN = 3
+"""Files that are named of those that state one thing, and things of which that is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +136,65 @@ def require_one_value(values: Mapping[str, object], what: str) -> None:
     """
     first = next(iter(values.values()), None)
     if not all(same_value(first, value) for value in values.values()):
-        stated = "; ".join(
-            f"{Path(file).name}: {short_repr(value)}" for file, value in values.items()
-        )
+        groups = minority_first(values)
         raise CheckpointError(
             f"ranks disagree on {what}",
-            file=next(iter(values)),
-            found=stated,
+            file=groups[0][0][0],
+            found=stated_text(groups),
             next_step="files of different saves lie in one folder; move the stale ones away",
         )
+
+
+Stated = tuple[list[str], object]
+"""Files, and the value that they state."""
+
+
+def minority_first(values: Mapping[str, object]) -> list[Stated]:
+    """Group files by what they state, those with the fewest first: one of them is the odd one."""
+    groups: list[Stated] = []
+    for file, value in values.items():
+        for files, stated in groups:
+            if same_value(stated, value):
+                files.append(file)
+                break
+        else:
+            groups.append(([file], value))
+    return sorted(groups, key=lambda group: len(group[0]))
+
+
+def _value(value: object) -> str:
+    return str(value) if isinstance(value, ParallelDegrees) else short_repr(value)
+
+
+def stated_text(groups: Sequence[Stated], say: Callable[[object], str] = _value) -> str:
+    """Write what groups of files state, in a line that does not grow with the number of ranks.
+
+    Parameters
+    ----------
+    groups
+        As `minority_first` gives them.
+    say
+        Writes one value.
+
+    Examples
+    --------
+    >>> stated_text([(["ckpt/rank_7.pt"], 4), (["a", "b"], 3)])
+    'rank_7.pt: 4; 2 others: 3'
+    >>> stated_text([(["rank_0.pt"], 3), (["rank_1.pt"], 4)])
+    'rank_0.pt: 3; rank_1.pt: 4'
+    """
+    *minorities, (most, value) = groups
+    said = [f"{_names(files)}: {say(stated)}" for files, stated in minorities[:_SHOWN]]
+    if len(minorities) > _SHOWN:
+        said.append(f"{len(minorities) - _SHOWN} other values")
+    is_majority = len(most) > len(groups[0][0])
+    said.append(f"{f'{len(most)} others' if is_majority else _names(most)}: {say(value)}")
+    return "; ".join(said)
+
+
+def _names(files: Sequence[str]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(Path(file).name for file in files[:_SHOWN]) + more
 
 
 def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degrees:
@@ -214,11 +264,12 @@ def require_grid(
     wanted = list(expected)
     missing = [cell for cell in wanted if cell not in found]
     if missing:
+        names = (path.name for path in found.values())
         raise MissingFileError(
             f"{len(missing)} of {len(wanted)} files of {kind.value} missing"
             if len(missing) > 1
             else f"a file of {kind.value} is missing",
-            file=inventory.folder.path / _name_of(kind, *missing[0]),
+            file=inventory.folder.path / missing_file_name(kind, *missing[0], names),
             rank=f"dp {missing[0][0]}, mp {missing[0][1]}",
             expected=count_text(len(wanted), "file"),
             found=len(wanted) - len(missing),
@@ -235,11 +286,3 @@ def require_grid(
             next_step="it is left over from another run; move it away",
         )
     return found
-
-
-def _name_of(kind: FileKind, dp: int, mp: int) -> str:
-    if kind is FileKind.MODEL:
-        return model_file_name(mp)
-    if kind is FileKind.ZERO3_MODEL:
-        return zero3_model_file_name(dp, mp)
-    return optimizer_file_name(dp, mp)

@@ -21,6 +21,7 @@ Source: `engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,7 +38,7 @@ class FileKind(Enum):
     EXPERT_OPTIMIZER = "expert optimizer states"
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class FileName:
     """A parsed file name; indices that the name does not carry are 0.
 
@@ -119,6 +120,33 @@ def zero3_model_file_name(dp: int, mp: int) -> str:
 def optimizer_file_name(dp: int, mp: int, prefix: str = "") -> str:
     """Name of the optimizer file of a rank; `prefix` is ``""``, ``"bf16_"`` or ``"fp16_"``."""
     return f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def missing_file_name(kind: FileKind, dp: int, mp: int, present: Iterable[str]) -> str:
+    """Name of a file on the grid of ranks that is not there, as those that are there are called.
+
+    Parameters
+    ----------
+    kind
+        Of model or optimizer files.
+    dp, mp
+        Rank of its writer.
+    present
+        Names of files of that kind; optimizer files begin with another word in some runs.
+
+    Examples
+    --------
+    >>> missing_file_name(
+    ...     FileKind.OPTIMIZER, 1, 0, ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    ... )
+    'bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt'
+    """
+    if kind is FileKind.MODEL:
+        return model_file_name(mp)
+    if kind is FileKind.ZERO3_MODEL:
+        return zero3_model_file_name(dp, mp)
+    prefix, found, _ = next(iter(present), "").partition("zero_pp_rank_")
+    return optimizer_file_name(dp, mp, prefix if found else "")
 
 
 def expert_file_name(layer: int, expert: int, mp: int) -> str:

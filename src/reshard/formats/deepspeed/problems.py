@@ -1,4 +1,11 @@
-"""What is to be said about the files of a native checkpoint that can be read all the same."""
+"""What is to be said about the files of a native checkpoint that can be read all the same.
+
+Theory. A pickle whose checksum does not hold may be damaged, so the file is to be copied again,
+with one exception. When AutoEP is folded over tensor-parallel ranks, `engine.py`
+(`autoep_expert_writer`, DeepSpeed 0.19.8: every data-parallel rank below `ep_size`) lets several
+ranks write one expert's file at once, with the same content; what results is whole, and has the
+checksum of another writer's pickle. A copy would be no different, so this is only noted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,13 @@ from reshard.formats.checkpoint import Problem
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.model_keys import client_state, text_keyed
-from reshard.formats.torch_archive import same_value
+from reshard.formats.survey import AGAIN
+from reshard.formats.torch_archive import WRONG_CHECKSUM, Archive, same_value
+
+_SEVERAL_WRITERS = (
+    "the checksum of the pickle does not hold, as where several ranks wrote the file at once, "
+    "which DeepSpeed lets them do with files of experts"
+)
 
 Cell = tuple[int, int]
 """`(data-parallel rank, model-parallel rank)`."""
@@ -36,8 +49,25 @@ def problems_of(
         )
     yield from (Problem(note, models[0, 0].file) for note in layouts)
     for archive in (one.archive for files in (models, ranks) for one in files.values()):
-        yield from (Problem(text, archive.path) for text in archive.problems)
+        yield from problems_inside(archive)
     yield from _other_client_states(models)
+
+
+def problems_inside(archive: Archive, *, of_expert: bool = False) -> Iterator[Problem]:
+    """Everything inside one file, with what to do unless DeepSpeed itself writes such files.
+
+    Parameters
+    ----------
+    archive
+        The open file.
+    of_expert
+        Whether it holds the weights of one expert; see the theory.
+    """
+    for text in archive.problems:
+        if of_expert and text == WRONG_CHECKSUM:
+            yield Problem(_SEVERAL_WRITERS, archive.path)
+        else:
+            yield Problem(text, archive.path, next_step=AGAIN)
 
 
 def weights_alone(folder: str) -> Problem:

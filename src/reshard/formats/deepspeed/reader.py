@@ -58,7 +58,7 @@ from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
 from reshard.formats.deepspeed.pipeline_layers import read_layers
-from reshard.formats.deepspeed.problems import problems_of, weights_alone
+from reshard.formats.deepspeed.problems import problems_inside, problems_of, weights_alone
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
@@ -81,6 +81,7 @@ from reshard.formats.layout_source import GovernedMap, Layouts
 from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
+from reshard.formats.torch_archive import read_archive
 from reshard.geometry import ParamAffineMap, nest
 
 Cells = dict[tuple[int, int], ModelStates]
@@ -113,8 +114,7 @@ def open_deepspeed(folder: TagFolder, stated: StatedLayouts | None = None) -> Ch
     require_models(inventory, degrees)
     experts = open_experts(inventory, models, degrees)
     ranks = open_ranks(inventory, degrees, models, experts)
-    require_own_names(model.archive for model in models.values())
-    require_own_names(rank.archive for rank in ranks.values())
+    require_own_names([file.archive for files in (models, ranks) for file in files.values()])
     require_module_shapes(models.values(), experts.fused)
     return _Reading(inventory, degrees, models, ranks, experts, stated).checkpoint()
 
@@ -459,10 +459,20 @@ class _Reading:
     def _problems(self) -> Iterator[Problem]:
         yield from self.found.problems
         yield from problems_of(self.models, self.ranks, self.layouts.notes)
+        for path in self._expert_files():
+            yield from problems_inside(read_archive(path), of_expert=True)
         if self.stage is None:
             yield weights_alone(str(self.inventory.folder.path))
         trained = {tensor.name for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
         yield from report_absent_states(self.tensors, sorted(trained), self.scalars)
+
+    def _expert_files(self) -> list[str]:
+        """The expert files that weights are taken from; the others are only seen to be there."""
+        files = set(map(str, self.inventory.of_kind(FileKind.EXPERT).values()))
+        if not files:
+            return []
+        regions = (region for one in self.tensors.values() for region in one.regions.values())
+        return sorted({region.file for region in regions} & files)
 
 
 def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:

@@ -31,6 +31,9 @@ class ParallelDegrees:
     pp: int
     tp: int
 
+    def __str__(self) -> str:
+        return f"pp {self.pp}, tp {self.tp}"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:

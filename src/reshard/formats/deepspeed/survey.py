@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from reshard.errors import ReshardError
-from reshard.formats.checkpoint import Topology
+from reshard.formats.checkpoint import Problem, Topology
 from reshard.formats.deepspeed.experts import read_autoep
+from reshard.formats.deepspeed.grid import minority_first, stated_text
 from reshard.formats.deepspeed.names import (
     FileKind,
     FileName,
-    model_file_name,
-    optimizer_file_name,
+    missing_file_name,
     parse_file_name,
-    zero3_model_file_name,
 )
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
-from reshard.formats.deepspeed.rank_files import MOST_RANKS
-from reshard.formats.deepspeed.records import ModelStates, read_model_states
+from reshard.formats.deepspeed.problems import problems_inside
+from reshard.formats.deepspeed.rank_files import MOST_RANKS, wrongly_named
+from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
-from reshard.formats.torch_archive import Archive
+from reshard.formats.torch_archive import Archive, read_archive, short_repr
 
 _MODELS = (FileKind.MODEL, FileKind.ZERO3_MODEL)
 _GRID = (*_MODELS, FileKind.OPTIMIZER)
@@ -41,6 +42,19 @@ SHOWN = 6
 
 Cell = tuple[int, int]
 Stated = TypeVar("Stated", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Degrees:
+    """What one model-state file states."""
+
+    dp: int
+    mp: int
+    split: ParallelDegrees | None
+
+    def __str__(self) -> str:
+        whole = self.split is not None and self.split.pp * self.split.tp == self.mp
+        return f"dp {self.dp}, {self.split if whole else f'mp {self.mp}'}"
 
 
 def survey_deepspeed(folder: TagFolder) -> Survey:
@@ -55,6 +69,7 @@ class _Survey:
         self.folder = folder
         self.findings = Findings()
         self.paths: dict[FileName, Path] = {}
+        self.archives: list[Archive] = []
         self.models: dict[FileName, ModelStates] = {}
         self.stages: Counter[int] = Counter()
         self.damaged: set[FileName] = set()
@@ -65,6 +80,7 @@ class _Survey:
         self._list()
         for name, path in self.paths.items():
             self._open(name, path)
+        self._require_own_names()
         dp, pp, tp = self._degrees()
         self._require_one_step()
         missing, stale = self._grid(dp, pp * tp)
@@ -78,7 +94,7 @@ class _Survey:
             )
         return Survey(
             (*self._present(stale), *self._missed(missing)),
-            tuple(self.findings.problems),
+            tuple(_one_for_each_move(self.findings.problems)),
             Topology(self._stage(), dp, tp, pp, self._ep()) if self.models else None,
             whole=self.whole,
             states_layouts=layouts,
@@ -116,29 +132,26 @@ class _Survey:
             archive = None if model is None else model.archive
             if model is not None:
                 self.models[name] = model
-                self.findings.inside(model.archive)
         else:
-            archive = self.findings.archive(path)
+            archive = self.findings.opened(path, read_archive)
             if archive is not None and name.kind is FileKind.OPTIMIZER:
                 self._count_stage(archive)
         if archive is None:
             self.damaged.add(name)
         else:
-            self._require_own_name(name, archive)
+            self.archives.append(archive)
+            of_expert = name.kind is FileKind.EXPERT
+            self.findings.problems += problems_inside(archive, of_expert=of_expert)
 
     def _count_stage(self, archive: Archive) -> None:
         """Note the stage of an optimizer file; what it lacks, the reader says."""
         with contextlib.suppress(ReshardError):
             self.stages[stage_of(archive)] += 1
 
-    def _require_own_name(self, name: FileName, archive: Archive) -> None:
-        carried = parse_file_name(f"{archive.name}.pt")
-        if carried is not None and carried != name:
-            self._wrong(
-                f"a file carries the name of another rank ({archive.name}.pt)",
-                archive.path,
-                "it was renamed or copied over another; give it back its name",
-            )
+    def _require_own_names(self) -> None:
+        for archive, fix in wrongly_named(self.archives):
+            what = f"a file carries the name of another rank ({archive.name}.pt)"
+            self._wrong(what, archive.path, fix)
 
     # ----- together
 
@@ -150,10 +163,11 @@ class _Survey:
             self.whole = False
             return self._named_degrees()
         stated = {
-            model.file: (model.dp_world_size or 1, model.mp_world_size or 1, model.degrees)
+            model.file: _Degrees(model.dp_world_size or 1, model.mp_world_size or 1, model.degrees)
             for model in self.models.values()
         }
-        dp, mp, split = self._most(stated, "other degrees (dp, mp) than the other files")
+        most = self._most(stated, "other degrees than the other files")
+        dp, mp, split = most.dp, most.mp, most.split
         if split is not None and split.pp * split.tp == mp:
             return dp, split.pp, split.tp
         layers = Counter(name.layer for name in self.paths if name.kind is FileKind.LAYER)
@@ -179,7 +193,7 @@ class _Survey:
         counted = Counter(stated.values())
         (most, number), *others = counted.most_common()
         if others and others[0][1] == number:
-            said = "; ".join(f"{Path(file).name}: {_said(value)}" for file, value in stated.items())
+            said = stated_text(minority_first(stated), _said)
             self._wrong(f"files state {what}: {said}", self.folder.path, _MOVE)
             return most
         for file, value in stated.items():
@@ -235,11 +249,11 @@ class _Survey:
         for kind, cells in missing.items():
             self._wrong(
                 f"{len(cells)} of {len(wanted[kind])} files of {kind.value} missing: "
-                + _listed([_file_of(kind, cell) for cell in cells]),
+                + _listed([self._file_of(kind, cell) for cell in cells]),
                 self.folder.path,
                 _COPY,
             )
-        for name in sorted(stale):
+        for name in sorted(stale, key=lambda name: self.paths[name].name):
             self._wrong(
                 f"a file of a rank that this checkpoint does not have (dp {name.dp}, mp {name.mp})",
                 self.paths[name],
@@ -248,6 +262,11 @@ class _Survey:
 
     def _cells(self, kind: FileKind) -> dict[Cell, FileName]:
         return {(name.dp, name.mp): name for name in self.paths if name.kind is kind}
+
+    def _file_of(self, kind: FileKind, cell: Cell) -> str:
+        """The name of a file that is missing."""
+        present = (self.paths[name].name for name in self._cells(kind).values())
+        return missing_file_name(kind, *cell, present)
 
     def _present(self, stale: set[FileName]) -> Iterable[RankFile]:
         for name, path in sorted(self.paths.items(), key=lambda entry: _order(entry[0])):
@@ -271,7 +290,7 @@ class _Survey:
     def _missed(self, missing: Mapping[FileKind, list[Cell]]) -> Iterable[RankFile]:
         for kind, cells in missing.items():
             for dp, mp in cells:
-                file = str(self.folder.path / _file_of(kind, (dp, mp)))
+                file = str(self.folder.path / self._file_of(kind, (dp, mp)))
                 rank = None if kind is FileKind.MODEL else dp
                 yield RankFile(kind.value, rank, mp, Presence.MISSING, file)
 
@@ -295,11 +314,8 @@ def _order(name: FileName) -> tuple[str, int, int, int, int]:
     return name.kind.value, name.layer, name.expert, name.dp, name.mp
 
 
-def _file_of(kind: FileKind, cell: Cell) -> str:
-    dp, mp = cell
-    if kind is FileKind.MODEL:
-        return model_file_name(mp)
-    return (zero3_model_file_name if kind is FileKind.ZERO3_MODEL else optimizer_file_name)(dp, mp)
+def _said(value: object) -> str:
+    return str(value) if isinstance(value, _Degrees) else short_repr(value)
 
 
 def _listed(names: list[str]) -> str:
@@ -307,6 +323,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _said(value: object) -> str:
-    parts = value if isinstance(value, tuple) else (value,)
-    return ", ".join(str(part) for part in parts if part is not None)
+def _one_for_each_move(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Problems, with all that speaks for moving one file away told as one."""
+    merged: dict[tuple[str, str] | int, Problem] = {}
+    for number, found in enumerate(problems):
+        key = (found.file, found.next_step) if found.next_step == _MOVE else number
+        first = merged.get(key)
+        both = found if first is None else replace(first, what=f"{first.what}; {found.what}")
+        merged[key] = both
+    yield from merged.values()

@@ -24,7 +24,12 @@ from reshard.formats.torch_archive.known import (
     NumpyScalar,
     SubparamShape,
 )
-from reshard.formats.torch_archive.reader import Archive, read_archive, read_archive_within
+from reshard.formats.torch_archive.reader import (
+    WRONG_CHECKSUM,
+    Archive,
+    read_archive,
+    read_archive_within,
+)
 from reshard.formats.torch_archive.tensors import (
     NewTensor,
     ParameterForm,
@@ -52,6 +57,7 @@ from reshard.formats.torch_archive.zip_directory import ByteWindow, FileBytes
 __all__ = [
     "FRAGMENT_ADDRESS",
     "SUBPARAM_SHAPE",
+    "WRONG_CHECKSUM",
     "ZERO_STAGE",
     "Archive",
     "ArchiveLayout",

@@ -32,6 +32,12 @@ from reshard.formats.torch_archive.zip_directory import FileBytes, ZipEntry, loc
 LARGEST_PICKLE = 1 << 30
 """Largest pickle that is read, in bytes. Real ones are below a few megabytes."""
 
+WRONG_CHECKSUM = (
+    "the checksum of the pickle does not hold: the file was written without checksums, by two "
+    "processes at once, or it is damaged"
+)
+"""Told of an archive whose pickle can be read and is not what its checksum is of."""
+
 _NEWEST_VERSION = 10
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -218,10 +224,7 @@ class _Opening:
             )
         data = self.source.read(locate(self.source, entry), entry.nbytes)
         if zlib.crc32(data) != entry.crc32:
-            self.problems.append(
-                "the checksum of the pickle does not hold: the file was written without checksums,"
-                " by two processes at once, or it is damaged"
-            )
+            self.problems.append(WRONG_CHECKSUM)
         return data
 
     def _find_storage(

@@ -43,12 +43,12 @@ from reshard.formats.torch_archive import (
     crc32,
     lay_out_archive,
 )
+from reshard.formats.universal.loader_notes import notes
 from reshard.formats.universal.names import (
     LAYERS,
     OPTIMIZER_STATE,
     SCALARS,
     STEP,
-    ZERO,
     require_distinct,
     state_path,
 )
@@ -60,9 +60,6 @@ POINTER = "latest_universal"
 
 SPOKEN_VERSION = "0.19.8"
 """Version stated in the output when the source states none; the loader demands one."""
-
-_NATIVE_EXPERT = ".deepspeed_moe.experts.deepspeed_experts."
-"""In the names of native experts; see the notes."""
 
 
 def lay_out_universal(checkpoint: Checkpoint, *, tag: str) -> Target:
@@ -91,7 +88,12 @@ def lay_out_universal(checkpoint: Checkpoint, *, tag: str) -> Target:
         *_model_files(checkpoint),
     ]
     require_distinct(file.path for file in files)
-    return Target("universal", tuple(files), (POINTER, tag), tuple(_notes(checkpoint)))
+    return Target(
+        "universal",
+        tuple(files),
+        (POINTER, tag),
+        tuple(notes(checkpoint, len(_param_groups(checkpoint)))),
+    )
 
 
 # --------------------------------------------------------------------------- parameters
@@ -290,22 +292,3 @@ def _model_keys(checkpoint: Checkpoint, ranks: int) -> dict[str, object]:
         "checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp},
         "ds_version": _version(checkpoint),
     }
-
-
-def _notes(checkpoint: Checkpoint) -> Iterator[str]:
-    roles = {tensor.name: tensor.role for tensor in checkpoint.tensors.values()}
-    for role, word in ((Role.FROZEN, "frozen parameter"), (Role.BUFFER, "buffer")):
-        count = sum(1 for found in roles.values() if found is role)
-        if count:
-            yield (
-                f"{count} {word}{'s' if count > 1 else ''} written to {ZERO}/, which DeepSpeed's "
-                f"universal loader does not read back: load {'them' if count > 1 else 'it'} into "
-                "the model (docs/convert/deepspeed-to-universal.md shows how)"
-            )
-    if any(_NATIVE_EXPERT in f".{name}" for name in roles):
-        yield (
-            "experts of native DeepSpeed MoE have their global numbers; DeepSpeed's universal "
-            "loader looks for the numbers local to a rank, so it loads them at ep_size 1 only"
-        )
-    if checkpoint.scalars and not any(state == STEP for _, state in checkpoint.scalars):
-        yield "the optimizer keeps no step"
