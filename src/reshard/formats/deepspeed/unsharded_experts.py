@@ -100,10 +100,8 @@ def read_unsharded_experts(
     CheckpointError
         When no assignment of states to names, or more than one, is possible.
     """
-    files = {
-        (name.dp, name.mp): path
-        for name, path in sorted(inventory.of_kind(FileKind.EXPERT_OPTIMIZER).items())
-    }
+    found_files = inventory.of_kind(FileKind.EXPERT_OPTIMIZER)
+    files = dict(sorted(((name.dp, name.mp), path) for name, path in found_files.items()))
     ep = _degree(experts, files, inventory.folder.path)
     result = UnshardedExperts(ep)
     if not files:
