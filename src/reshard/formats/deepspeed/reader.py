@@ -38,7 +38,7 @@ from reshard.formats.deepspeed.expert_reading import (
     report_absent_states,
 )
 from reshard.formats.deepspeed.extras import collect_extras
-from reshard.formats.deepspeed.governing import Governor
+from reshard.formats.deepspeed.governing import Governor, expert_keys
 from reshard.formats.deepspeed.grid import (
     Degrees,
     Inventory,
@@ -410,7 +410,11 @@ class _Reading:
         if self.degrees.tp > 1 and any(self.experts.native):
             extras[EXPERTS_ARE_CUT] = Extra(self.experts.native_are_cut)
         extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)
-        restore_keys = governor.restore_keys
+        # without ZeRO, states of fused experts come from files of their own, not by the governor
+        restore_keys = {
+            **{name: expert_keys(layer) for name, layer in self.experts.fused.items()},
+            **governor.restore_keys,
+        }
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
         # ZeRO-3 has placeholders instead of weights, and files of experts are read elsewhere.
