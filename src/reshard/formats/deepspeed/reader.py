@@ -57,7 +57,7 @@ from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT
 from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
-from reshard.formats.deepspeed.pipeline_layers import read_layers
+from reshard.formats.deepspeed.pipeline_layers import listed_by_mappings, read_layers
 from reshard.formats.deepspeed.problems import problems_inside, problems_of, weights_alone
 from reshard.formats.deepspeed.rank_files import (
     open_models,
@@ -224,6 +224,10 @@ class _Reading:
             self.native_ep = add_contiguous_columns(
                 self.found, self.columns, self.ranks, self.degrees, self.experts, self.layers
             )
+            if self.pipeline is not None:
+                self.pipeline = listed_by_mappings(
+                    self.pipeline, self.columns, self.ranks, self.degrees
+                )
 
     def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
         read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
