@@ -16,6 +16,7 @@ import torch
 
 import reshard
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.formats.deepspeed.writing import NativeOptions
 from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
 from tests.truth import Case, States, by_name, case_named, with_experts
 
@@ -65,6 +66,31 @@ def test_fused_experts_are_written_as_deepspeed_writes_them(name: str, tmp_path:
     assert list(kept) == ["param", "cat_dim", "is_expert_param", "ep_num_experts"]
     assert kept["param"].shape == (4, 16, 24)
     assert (kept["cat_dim"], kept["is_expert_param"], kept["ep_num_experts"]) == (0, True, 4)
+
+
+@pytest.mark.parametrize("with_states", [True, False])
+def test_without_zero_fused_experts_are_written_in_the_same_form(
+    with_states: bool, tmp_path: Path
+) -> None:
+    """The optimizer files of EP ranks may be absent: the weights then come from expert files."""
+    case = case_named("0.19.8/mixtral_ep2_z1_fp32")
+    options = NativeOptions(stage=0, dp=2, ep=2)
+    native = tmp_path / "step3"
+    reshard.convert(case.path, native, to="deepspeed", options=options, fsync=False)
+    (native / "reshard_manifest.json").unlink()
+    if not with_states:
+        for file in native.glob("expp_rank_*_optim_states.pt"):
+            file.unlink()
+    reshard.convert(native, tmp_path / "universal", fsync=False)
+    folders = list((tmp_path / "universal" / "zero").glob("*.mlp.experts.*"))
+    assert len(folders) == 6
+    for folder in folders:
+        states = sorted(folder.glob("[ef]*.pt"))
+        assert len(states) == (3 if with_states else 1)
+        for file in states:
+            kept = torch.load(file, weights_only=True)
+            assert list(kept) == ["param", "cat_dim", "is_expert_param", "ep_num_experts"]
+            assert list(kept.values())[1:] == [0, True, kept["param"].shape[0]]
 
 
 def test_a_universal_folder_of_a_universal_folder_still_cuts_experts(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ it is the number 1, and two fields beside it say that nothing overflowed. `BF16_
 engines without ZeRO keep none of the three. So a scaler that does nothing is no state: it is
 dropped when a checkpoint is read, by every reader, and made again where a loader demands it.
 
+In fp16 the factor 1 is a choice of the user (``loss_scale: 1``), and is kept. DeepSpeed's engines
+always store a scaler there; where it is absent a conversion left it out, and nobody knows it.
+
 Without ZeRO a scaler is stored as numbers instead of an object (:data:`SCALE_NUMBERS`), fewer than
-the object has. Where both are there, the object is the whole of it.
+the object has. Where both are there, the object is the whole of it. The factor 1 needs no more
+than the numbers, so it becomes the object when it is read.
 
 Source: `fp16/loss_scaler.py`, `fp16/unfused_optimizer.py` (`state_dict`), DeepSpeed 0.12 to 0.19.
 """
@@ -15,7 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard.formats.model_dtypes import configured_dtype
 from reshard.formats.torch_archive import Global, ObjectRecord, Step
+
+HALF = "float16"
+"""The element type that needs a loss scaler."""
 
 LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 """Class of the loss scaler whose factor never changes."""
@@ -38,16 +46,34 @@ def still_settings() -> dict[str, object]:
     return {SCALER: still_loss_scaler(), DYNAMIC: False, OVERFLOW: False}
 
 
-def effective_settings(settings: Mapping[str, object]) -> dict[str, object]:
+def effective_settings(settings: Mapping[str, object], config: object) -> dict[str, object]:
     """Settings of an optimizer without a scaler that does nothing.
+
+    Parameters
+    ----------
+    settings
+        As they are stored.
+    config
+        ``ds_config`` of the run: in fp16 the scaler is always kept.
+    """
+    effective = without_still_scaler(settings)
+    dtype = configured_dtype(config)
+    if dtype is not None and dtype.name == HALF and _states_still(settings):
+        others = {key: value for key, value in effective.items() if key not in SCALE_NUMBERS}
+        return {**still_settings(), **others}
+    return effective
+
+
+def without_still_scaler(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings of an optimizer in another element type than fp16.
 
     Examples
     --------
-    >>> effective_settings({**still_settings(), "clip_grad": 1.0})
+    >>> without_still_scaler({**still_settings(), "clip_grad": 1.0})
     {'clip_grad': 1.0}
-    >>> effective_settings({"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 3})
+    >>> without_still_scaler({"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 3})
     {}
-    >>> effective_settings({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 3})
+    >>> without_still_scaler({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 3})
     {'dynamic_loss_scale': False, 'cur_scale': 128.0, 'cur_iter': 3}
     """
     found = dict(settings)
@@ -91,6 +117,13 @@ def scale_numbers(settings: Mapping[str, object], steps: object) -> dict[str, ob
     if not isinstance(dynamic, bool) or not all(key in fields for key in wanted):
         return None
     return {DYNAMIC: dynamic, "cur_iter": steps, **{key: fields[key] for key in wanted}}
+
+
+def _states_still(settings: Mapping[str, object]) -> bool:
+    """Whether the factor 1 is stated, as an object or else as numbers."""
+    if SCALER in settings:
+        return _is_still(settings[SCALER])
+    return settings.get(DYNAMIC) is False and settings.get("cur_scale") == 1.0
 
 
 def _is_still(scaler: object) -> bool:

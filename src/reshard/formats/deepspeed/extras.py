@@ -64,7 +64,7 @@ def collect_extras(
     if groups:
         extras["groups"] = Extra(groups, first.file)
     if ranks:
-        extras |= _of_the_optimizer(ranks)
+        extras |= _of_the_optimizer(ranks, root.get("ds_config"))
     elif root.get("optimizer"):
         extras["param_groups"] = _of_an_ordinary_optimizer(columns)
     return extras
@@ -91,7 +91,9 @@ def _fullest(ranks: Mapping[tuple[int, int], OptimizerStates]) -> OptimizerState
     return max(ranks.values(), key=lambda rank: (len(rank.param_groups), len(rank.groups)))
 
 
-def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[str, Extra]:
+def _of_the_optimizer(
+    ranks: Mapping[tuple[int, int], OptimizerStates], config: object
+) -> dict[str, Extra]:
     first = _fullest(ranks)
     settings = {key: value for key, value in first.settings.items() if key not in OF_THE_PARTITIONS}
     require_one_value(
@@ -103,7 +105,7 @@ def _of_the_optimizer(ranks: Mapping[tuple[int, int], OptimizerStates]) -> dict[
         require_one_value(stated, f"the hyperparameters of group {index}")
     return {
         "param_groups": Extra([dict(group) for group in first.param_groups], first.file),
-        "optimizer_settings": Extra(effective_settings(settings), first.file),
+        "optimizer_settings": Extra(effective_settings(settings, config), first.file),
     }
 
 

@@ -91,8 +91,10 @@ def plain_settings(archive: Archive) -> dict[str, object]:
     """What lies beside states and groups: clipping, the loss scale of half precision."""
     optimizer = Cursor(archive.root, archive.path).at("optimizer")
     bulk = (_INNER, _MASTERS, _FLAT_MASTERS, "state", "param_groups")
+    config = Cursor(archive.root, archive.path).maybe("ds_config")
     return effective_settings(
-        {str(key): value for key, value in optimizer.mapping().items() if key not in bulk}
+        {str(key): value for key, value in optimizer.mapping().items() if key not in bulk},
+        config.value if config is not None else None,
     )
 
 

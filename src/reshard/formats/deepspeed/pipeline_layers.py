@@ -20,14 +20,18 @@ Source: `runtime/pipe/module.py` (`ckpt_layer_path`, `save_state_dict`, `_build`
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.errors import CheckpointError, MissingFileError, count_text
 from reshard.formats.checkpoint import Role
+from reshard.formats.deepspeed.grid import Degrees
 from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
 from reshard.formats.deepspeed.names import FileName, layer_file_name
+from reshard.formats.deepspeed.optimizer_records import OptimizerStates
+from reshard.formats.deepspeed.partitions import Part
 from reshard.formats.deepspeed.records import ModelStates
+from reshard.formats.deepspeed.unlisted import mapped
 from reshard.formats.parsing import Cursor
 from reshard.formats.pipelines import (
     TIED,
@@ -146,6 +150,29 @@ def _stages(columns: Iterable[ModelStates]) -> Iterator[PipelineStage]:
     for model in columns:
         groups = tuple(tuple(shapes) for shapes in model.param_shapes or ())
         yield PipelineStage(groups, model.buffer_names)
+
+
+def listed_by_mappings(
+    pipeline: Pipeline,
+    columns: Sequence[ModelStates],
+    ranks: Mapping[tuple[int, int], OptimizerStates],
+    degrees: Degrees,
+) -> Pipeline:
+    """The pipeline, where stages without `param_shapes` have what their buffers say they hold.
+
+    `BF16_Optimizer` without ZeRO writes none; every rank then maps its part of each buffer.
+    """
+    stages = []
+    for number, stage in enumerate(pipeline.stages):
+        column = number * degrees.tp
+        if columns[column].param_shapes is None:
+            own = [ranks[dp, column] for dp in range(degrees.dp)]
+            groups = range(len(own[0].groups))
+            held = (mapped(group, [Part(rank, group) for rank in own]) for group in groups)
+            stages.append(replace(stage, groups=tuple(map(tuple, held))))
+        else:
+            stages.append(stage)
+    return replace(pipeline, stages=tuple(stages))
 
 
 def _require_no_pipeline(columns: Sequence[ModelStates], folder: Path, tp: int) -> None:

@@ -38,7 +38,7 @@ from reshard.formats.deepspeed.expert_reading import (
     report_absent_states,
 )
 from reshard.formats.deepspeed.extras import collect_extras
-from reshard.formats.deepspeed.governing import Governor
+from reshard.formats.deepspeed.governing import Governor, expert_keys
 from reshard.formats.deepspeed.grid import (
     Degrees,
     Inventory,
@@ -57,7 +57,7 @@ from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT
 from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
-from reshard.formats.deepspeed.pipeline_layers import read_layers
+from reshard.formats.deepspeed.pipeline_layers import listed_by_mappings, read_layers
 from reshard.formats.deepspeed.problems import problems_inside, problems_of, weights_alone
 from reshard.formats.deepspeed.rank_files import (
     open_models,
@@ -224,6 +224,10 @@ class _Reading:
             self.native_ep = add_contiguous_columns(
                 self.found, self.columns, self.ranks, self.degrees, self.experts, self.layers
             )
+            if self.pipeline is not None:
+                self.pipeline = listed_by_mappings(
+                    self.pipeline, self.columns, self.ranks, self.degrees
+                )
 
     def _add_unsharded(self, aliases: Mapping[str, str], governor: Governor) -> None:
         read = read_unsharded(self.columns, self.layers, self.degrees, self.found, aliases)
@@ -410,7 +414,11 @@ class _Reading:
         if self.degrees.tp > 1 and any(self.experts.native):
             extras[EXPERTS_ARE_CUT] = Extra(self.experts.native_are_cut)
         extras[MODULE_EXTRA] = Extra(self._module_dtypes(), first.file)
-        restore_keys = governor.restore_keys
+        # without ZeRO, states of fused experts come from files of their own, not by the governor
+        restore_keys = {
+            **{name: expert_keys(layer) for name, layer in self.experts.fused.items()},
+            **governor.restore_keys,
+        }
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
         # ZeRO-3 has placeholders instead of weights, and files of experts are read elsewhere.

@@ -1,7 +1,8 @@
 """Checkpoints that do not list their parameters: mixtures of experts before DeepSpeed 0.19.
 
-Theory. Until 0.18.9 the model-state file of a mixture of experts has no `param_shapes`, so neither
-the order of the flat buffers nor the shapes are stated. Both are recovered, and proved:
+Theory. Until 0.18.9 the model-state file of a mixture of experts has no `param_shapes`, nor has any
+file of `BF16_Optimizer` without ZeRO, so neither the order of the flat buffers nor the shapes are
+stated. Both are recovered, and proved:
 
 * the order of a buffer is that of its `param_slice_mappings`, by rank and by offset. Until 0.14.4
   those of *expert* groups are wrong (cut by the data-parallel degree instead of `edp`), which shows
@@ -56,11 +57,11 @@ def dense_shapes(group: int, parts: Sequence[Part], weights: Weights) -> Shapes:
     CheckpointError
         When a file has no mapping, or a weight is of another size.
     """
-    numels = _mapped(group, parts)
+    numels = mapped(group, parts)
     return {name: _shape(name, numel, weights, parts[0]) for name, numel in numels.items()}
 
 
-def _mapped(group: int, parts: Sequence[Part]) -> dict[str, int]:
+def mapped(group: int, parts: Sequence[Part]) -> dict[str, int]:
     """Elements of every parameter that the mappings of all partitions name, in order."""
     numels: dict[str, int] = {}
     for part in parts:
@@ -117,7 +118,7 @@ def expert_shapes(
     problems: list[Problem] = []
     for ep_rank, parts in enumerate(holders):
         listed = in_module_order(ep_rank, len(holders), layers, mp)
-        numels = _mapped(group, parts)
+        numels = mapped(group, parts)
         if _fits(parts, sum(numels.values())):
             weights = {name: ("", record) for name, record in listed.items()}
             shapes.append(

@@ -307,7 +307,8 @@ def _extras(models: Sequence[Cursor], optimizer: Archive | None) -> dict[str, Ex
         dropped = OF_THE_PARTITIONS.union((SCALARS, LAYERS))
         settings = {key: value for key, value in root.items() if key not in dropped}
         extras["param_groups"] = Extra(hyper if any(hyper) else [], optimizer.path)
-        extras["optimizer_settings"] = Extra(effective_settings(settings), optimizer.path)
+        config = extras["ds_config"].value if "ds_config" in extras else None
+        extras["optimizer_settings"] = Extra(effective_settings(settings, config), optimizer.path)
         layers = Cursor(root, optimizer.path).maybe(LAYERS)
         if layers is not None:
             extras[PIPELINE] = Extra(read_pipeline(layers), optimizer.path)

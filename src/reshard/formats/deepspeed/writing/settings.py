@@ -10,7 +10,7 @@ and are made to fit:
   (Megatron's RNG trackers). With other ranks there is no right one: every rank gets the first
   rank's, and the report names the keys that differed.
 * The loss scaler belongs to fp16. Between fp16 and other types it is left out: ZeRO-1 and 2 then
-  keep the new engine's own.
+  keep the new engine's own. A later conversion of such a checkpoint leaves it out as well.
 
 What a native checkpoint cannot hold, or holds in a way that the user must know, is said in notes.
 """
@@ -25,7 +25,14 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.writing.contents import Contents, listed
 from reshard.formats.deepspeed.writing.options import NativeOptions
 from reshard.formats.deepspeed.writing.rank_bound import SHOWN, bound_to_ranks
-from reshard.formats.loss_scale import DYNAMIC, SCALE_NUMBERS, SCALER, still_settings
+from reshard.formats.loss_scale import (
+    DYNAMIC,
+    HALF,
+    OVERFLOW,
+    SCALE_NUMBERS,
+    SCALER,
+    still_settings,
+)
 from reshard.formats.torch_archive import same_value
 
 if TYPE_CHECKING:
@@ -36,9 +43,6 @@ SPOKEN_VERSION = "0.19.8"
 
 INFO = "universal_checkpoint_info"
 COUNTERS = ("global_steps", "skipped_steps")
-HALF = "float16"
-"""The element type that needs a loss scaler."""
-
 
 # --------------------------------------------------------------------------- model-state files
 
@@ -136,16 +140,12 @@ def optimizer_settings(contents: Contents, options: NativeOptions) -> dict[str, 
             "ZeRO-3 takes its loss scaler from the checkpoint, and the source has none for fp16",
             next_step="choose --stage 1 or 2, whose engines make one",
         )
-    return {key: value for key, value in kept.items() if key != DYNAMIC}
+    return {key: value for key, value in kept.items() if key not in (DYNAMIC, OVERFLOW)}
 
 
 def scales_nothing(contents: Contents) -> bool:
-    """Whether the loss scale is the number 1: always but in fp16, and there if the source's is."""
-    if contents.model_dtype.name != HALF:
-        return True
-    before = contents.config.model_dtype
-    settings = carried_settings(contents)
-    return before is not None and before.name == HALF and not {SCALER, DYNAMIC} & settings.keys()
+    """Whether the loss scale is the number 1 without being stated: always but in fp16."""
+    return contents.model_dtype.name != HALF
 
 
 def carried_settings(contents: Contents) -> dict[str, object]:
@@ -155,7 +155,7 @@ def carried_settings(contents: Contents) -> dict[str, object]:
     settings = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
     if _scaler_fits(contents):
         return settings
-    scaler_keys = (SCALER, DYNAMIC, *SCALE_NUMBERS)
+    scaler_keys = (SCALER, DYNAMIC, OVERFLOW, *SCALE_NUMBERS)
     return {key: value for key, value in settings.items() if key not in scaler_keys}
 
 
@@ -253,8 +253,16 @@ def _carried_notes(contents: Contents, options: NativeOptions) -> Iterator[str]:
         yield f"frozen parameters are rounded to {options.dtype}"
     if not _scaler_fits(contents):
         yield "the loss scaler is left out, because it belongs to another element type"
-    elif options.stage and DYNAMIC in (found := carried_settings(contents)) and SCALER not in found:
-        yield (
-            "an engine without ZeRO keeps too little of its loss scaler: the run that resumes "
-            "begins with a new one"
-        )
+    elif options.stage and not scales_nothing(contents):
+        yield from _scaler_notes(carried_settings(contents))
+
+
+def _scaler_notes(settings: Mapping[str, object]) -> Iterator[str]:
+    """What becomes of a run in fp16 whose loss scaler is not whole."""
+    if SCALER in settings:
+        return
+    if DYNAMIC in settings:
+        reason = "an engine without ZeRO keeps too little of its loss scaler"
+    else:
+        reason = "the source has no loss scaler"
+    yield f"{reason}: the run that resumes begins with a new one"
