@@ -117,6 +117,7 @@ class StatedLayouts(LayoutSource):
         else:
             found = self._ruled(stated, name, shards, degree)
         require_fit(name, found, shards, self.file)
+        self.require_rows(name, found.logical_shape, exactly=False)
         words = f"stated: {stated.word} for {quoted(stated.text)}"
         return _without_padding(found, stated.vocabulary_size, words)
 
@@ -151,6 +152,40 @@ class StatedLayouts(LayoutSource):
         """Rows of a parameter that count, None where nothing is stated about padding."""
         matching = self._matching(name)
         return matching[0].vocabulary_size if matching else None
+
+    def require_rows(self, name: str, shape: Shape, *, exactly: bool) -> None:
+        """Refuse a stated size of the vocabulary that a parameter contradicts.
+
+        Parameters
+        ----------
+        name, shape
+            The parameter.
+        exactly
+            Whether padding has been left out, so that all rows that are there count.
+
+        Raises
+        ------
+        LayoutError
+            When there are fewer rows, or others.
+        """
+        stated = self.vocabulary_size(name)
+        rows = shape[0] if shape else 0
+        if stated is None or rows == stated or (rows > stated and not exactly):
+            return
+        raise LayoutError(
+            "original_vocab_size contradicts the rows of the parameter",
+            file=self.file,
+            parameter=name,
+            dim=0,
+            expected=f"{stated} rows, by {quoted(self._matching(name)[0].text)}"
+            if exactly
+            else f"at least {stated} rows, by {quoted(self._matching(name)[0].text)}",
+            found=f"{rows} rows",
+            next_step="correct original_vocab_size; where the source has padding of its own, "
+            "--to universal with this file leaves it out"
+            if rows > stated
+            else "correct original_vocab_size",
+        )
 
     def unused(self, names: Collection[str]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from reshard import convert
 from reshard.cli import main
 from reshard.errors import LayoutError, UsageError
 from reshard.formats.registry import open_checkpoint
@@ -128,6 +129,55 @@ def test_an_info_of_autotp_cannot_state_padding(tmp_path: Path) -> None:
     options = {"stage": 1, "dp": 1, "tp": 4, "vocab_multiple": 8, "layouts": layouts}
     with pytest.raises(UsageError, match=r"AutoTP pads no vocabulary.*embed_tokens"):
         write(source, tmp_path / "out", kv_heads=2, **options)
+
+
+@pytest.mark.parametrize("rows", [200, 98, 96, 50])
+def test_a_size_that_whole_tensors_contradict_is_refused(
+    rows: int, never_cut: Path, tmp_path: Path
+) -> None:
+    rule = {**TABLE, "original_vocab_size": rows}
+    layouts = stated(tmp_path, {**LLAMA, r"model\.embed_tokens\.weight": rule})
+    for tp in (1, 2):
+        options = {"stage": 1, "dp": 1, "tp": tp, "kv_heads": 2, "layouts": layouts}
+        with pytest.raises(LayoutError, match="original_vocab_size contradicts") as caught:
+            write(open_checkpoint(never_cut), tmp_path / "out", vocab_multiple=8, **options)
+        said = str(caught.value)
+        assert f"layout.json, parameter {EMBED}" in said
+        assert f"expected {rows} rows, by " in said
+        assert "found 97 rows" in said
+
+
+def test_a_source_with_fewer_rows_than_stated_is_refused(never_cut: Path, tmp_path: Path) -> None:
+    stated(tmp_path, {r"model\.embed_tokens\.weight": {**TABLE, "original_vocab_size": 98}})
+    with pytest.raises(LayoutError, match=r"expected at least 98 rows, by .* found 97 rows"):
+        open_checkpoint(never_cut, layout=tmp_path / "layout.json")
+
+
+def test_rows_that_a_file_leaves_out_of_a_whole_table_are_in_the_report(
+    never_cut: Path, tmp_path: Path
+) -> None:
+    stated(tmp_path, {r"model\.embed_tokens\.weight": {**TABLE, "original_vocab_size": 90}})
+    report = convert(
+        never_cut, tmp_path / "u", to="universal", layout=tmp_path / "layout.json", fsync=False
+    )
+    said = [one.what for one in report.source.problems if "left out" in one.what]
+    assert len(said) == 1
+    assert f"7 of 97 rows of {EMBED} are left out" in said[0]
+    assert "layout.json is 90" in said[0]
+    whole, held = values_of(never_cut), values_of(tmp_path / "u")
+    assert np.array_equal(held[EMBED, "exp_avg"], whole[EMBED, "exp_avg"][:90])
+
+
+@pytest.mark.parametrize("word", ["replicated", "row_parallel"])
+def test_a_padded_table_that_is_not_split_along_its_rows_is_named(
+    word: str, never_cut: Path, tmp_path: Path
+) -> None:
+    rule = {"layout": word, "original_vocab_size": 97}
+    layouts = stated(tmp_path, {**LLAMA, r"model\.embed_tokens\.weight": rule})
+    options = {"stage": 1, "dp": 1, "tp": 2, "kv_heads": 2, "layouts": layouts}
+    with pytest.raises(LayoutError, match="a padded table that is not split along dim 0") as caught:
+        write(open_checkpoint(never_cut), tmp_path / "out", vocab_multiple=8, **options)
+    assert f"parameter {EMBED}" in str(caught.value)
 
 
 @pytest.mark.deepspeed

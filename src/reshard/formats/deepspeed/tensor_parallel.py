@@ -26,7 +26,7 @@ Source: `checkpoint/constants.py`, `module_inject/layers.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -149,7 +149,28 @@ def read_layouts(
     layouts = Layouts(tuple(sources), degree, columns[0].file)
     layouts.require_used(_names(columns).union(experts))
     shapes = parameter_shapes(columns)
-    return replace(layouts, notes=tuple(layouts.require_clear(shapes)), shapes=shapes)
+    notes = layouts.require_clear(shapes)
+    if stated is not None:
+        notes += _left_out(stated, shapes, degree)
+    return replace(layouts, notes=tuple(notes), shapes=shapes)
+
+
+def _left_out(
+    stated: StatedLayouts, shapes: Mapping[str, Mapping[int, Shape]], degree: int
+) -> Iterator[str]:
+    """Say how many rows the user's word leaves out: nothing in the files tells that they pad."""
+    for name, by_column in shapes.items():
+        if stated.vocabulary_size(name) is None:
+            continue
+        stage = min(by_column) // degree
+        held = {c % degree: shape for c, shape in by_column.items() if c // degree == stage}
+        found = stated.map_of(name, held, degree)
+        if found is not None and found.padded is not None:
+            there, left = found.padded.logical_shape[0], found.map.logical_shape[0]
+            yield (
+                f"{there - left} of {there} rows of {name} are left out: original_vocab_size of "
+                f"{stated.file} is {left}"
+            )
 
 
 def _names(columns: Sequence[ModelStates]) -> frozenset[str]:

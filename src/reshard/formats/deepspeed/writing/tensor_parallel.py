@@ -253,7 +253,9 @@ class CutFinder:
             self.found[name] = Cut.exact(whole)
             return
         widths = [whole.shard_shapes[rank][0] for rank in range(self.options.tp)]
-        if not whole.same_elements(contiguous_split_map(whole.logical_shape, widths, 0)):
+        if sum(widths) != whole.logical_shape[0] or not whole.same_elements(
+            contiguous_split_map(whole.logical_shape, widths, 0)
+        ):
             self.reasons[name] = "a padded table that is not split along dim 0"
             return
         self.found[name] = padded_cut(shape, widths)
@@ -269,6 +271,8 @@ class CutFinder:
         """Rows that the target's model has of a table, None when it is no padded table."""
         layouts = self.options.layouts
         is_stated = layouts is not None and layouts.vocabulary_size(name) is not None
+        if layouts is not None:
+            layouts.require_rows(name, self.contents.shape(name), exactly=True)
         if not is_stated and (self.source.is_autotp or not self.keys.is_vocabulary(name)):
             return None
         rows = self.contents.shape(name)[0]
