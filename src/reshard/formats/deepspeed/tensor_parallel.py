@@ -57,6 +57,7 @@ __all__ = [
     "parameter_shapes",
     "read_layouts",
     "read_stored_maps",
+    "require_same_for_ties",
 ]
 
 
@@ -162,15 +163,47 @@ def _left_out(
     for name, by_column in shapes.items():
         if stated.vocabulary_size(name) is None:
             continue
-        stage = min(by_column) // degree
-        held = {c % degree: shape for c, shape in by_column.items() if c // degree == stage}
-        found = stated.map_of(name, held, degree)
+        found = stated.map_of(name, _by_rank(by_column, degree), degree)
         if found is not None and found.padded is not None:
             there, left = found.padded.logical_shape[0], found.map.logical_shape[0]
             yield (
                 f"{there - left} of {there} rows of {name} are left out: original_vocab_size of "
                 f"{stated.file} is {left}"
             )
+
+
+def _by_rank(by_column: Mapping[int, Shape], degree: int) -> dict[int, Shape]:
+    """The shapes of a parameter's shards on the tensor ranks of its first stage."""
+    stage = min(by_column) // degree
+    return {c % degree: shape for c, shape in by_column.items() if c // degree == stage}
+
+
+def require_same_for_ties(stated: StatedLayouts, ties: Mapping[str, str], layouts: Layouts) -> None:
+    """Refuse what the user states differently for two names of one parameter.
+
+    Parameters
+    ----------
+    stated
+        What the user states.
+    ties
+        Other name -> parameter.
+    layouts
+        The layouts that it is part of, with the shapes of all shards.
+
+    Raises
+    ------
+    LayoutError
+        With both names and both rules.
+    """
+
+    def answer(name: str, owner: str) -> ParamAffineMap | None:
+        by_column = layouts.shapes.get(owner)
+        if by_column is None:
+            return None
+        found = stated.map_of(name, _by_rank(by_column, layouts.degree), layouts.degree)
+        return None if found is None else found.whole
+
+    stated.require_one_answer(ties, answer)
 
 
 def _names(columns: Sequence[ModelStates]) -> frozenset[str]:
