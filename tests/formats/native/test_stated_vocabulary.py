@@ -180,6 +180,16 @@ def test_a_padded_table_that_is_not_split_along_its_rows_is_named(
     assert f"parameter {EMBED}" in str(caught.value)
 
 
+def test_a_multiple_that_pads_nothing_is_said(never_cut: Path, tmp_path: Path) -> None:
+    options = {"stage": 1, "dp": 1, "tp": 2, "kv_heads": 2, "vocab_multiple": 8}
+    plain = stated(tmp_path, {**LLAMA, r"model\.embed_tokens\.weight": "replicated"})
+    target = write(open_checkpoint(never_cut), tmp_path / "out", layouts=plain, **options)
+    assert [note for note in target.notes if "--vocab-multiple 8 pads nothing" in note]
+    layouts = stated(tmp_path, LLAMA)
+    target = write(open_checkpoint(never_cut), tmp_path / "out2", layouts=layouts, **options)
+    assert not [note for note in target.notes if "--vocab-multiple" in note]
+
+
 @pytest.mark.deepspeed
 def test_deepspeeds_converter_leaves_the_padding_out(never_cut: Path, tmp_path: Path) -> None:
     from scripts.deepspeed_lab import jobs

@@ -15,7 +15,7 @@ Source: `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
@@ -24,6 +24,8 @@ from reshard.formats.deepspeed.info_entry import exact
 
 if TYPE_CHECKING:
     from reshard.formats.deepspeed.writing.cuts import Cut
+    from reshard.formats.deepspeed.writing.options import NativeOptions
+    from reshard.formats.deepspeed.writing.source_cuts import Source
 
 ORIGINAL = "original_vocab_size"
 PADDED = "padded_vocab_size"
@@ -58,6 +60,31 @@ def vocabulary_info(
         ORIGINAL: padded[new[0]],
         PADDED: next(_height(cuts[name]) for name in new),
     }
+
+
+def vocabulary_note(
+    options: NativeOptions, source: Source, cuts: Mapping[str, Cut]
+) -> Iterator[str]:
+    """Say that a stated multiple pads nothing, because no table is known to be of a vocabulary.
+
+    Parameters
+    ----------
+    options, source
+        Where tables of the vocabulary are stated.
+    cuts
+        The cut of every parameter.
+    """
+    keys, layouts = source.keys(options.tp), options.layouts
+    known = any(
+        (not keys.autotp and keys.is_vocabulary(name))
+        or (layouts is not None and layouts.vocabulary_size(name) is not None)
+        for name in cuts
+    )
+    if options.vocab_multiple is not None and not known:
+        yield (
+            f"--vocab-multiple {options.vocab_multiple} pads nothing: no table is stated to be "
+            "padded (original_vocab_size in a layout file, docs/native.md)"
+        )
 
 
 def _require_one_size(padded: Mapping[str, int], keys: ConversionKeys) -> None:
