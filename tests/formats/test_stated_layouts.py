@@ -315,6 +315,17 @@ def test_the_worked_example_of_scale(tmp_path: Path) -> None:
                 found.rebuild(shards, power)
 
 
+@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), float("inf")])
+def test_a_factor_that_no_rank_can_hold_names_file_and_pattern(
+    scale: float, tmp_path: Path
+) -> None:
+    rule = {"layout": "replicated", "scale": scale}
+    with pytest.raises(LayoutError, match="expected a finite number other than 0") as caught:
+        written(tmp_path, {"layouts": {r"some\.bias": rule}})
+    assert str(tmp_path) in str(caught.value)
+    assert r"layouts.some\.bias.scale" in str(caught.value)
+
+
 def test_padding_of_a_vocabulary(tmp_path: Path) -> None:
     rule = {"layout": "column_parallel", "original_vocab_size": 5}
     one = written(tmp_path, {"layouts": {"w": rule}}).map_of("w", {0: (4, 2), 1: (4, 2)}, 2)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from types import MappingProxyType
 
 from reshard.errors import LayoutError
@@ -110,6 +110,13 @@ def read_rule(word: str, fields: Cursor) -> Rule:
 def _replicated(fields: Cursor) -> Rule:
     stated = fields.maybe("scale")
     scale = 1.0 if stated is None else number_of(stated)
+    if stated is not None and (not isfinite(scale) or scale == 0):
+        raise LayoutError(
+            f"no rank can hold a parameter by the factor at {stated.path}",
+            file=stated.file,
+            expected="a finite number other than 0",
+            found=scale,
+        )
     return lambda shards, degree: replicated(shards, degree, scale)
 
 

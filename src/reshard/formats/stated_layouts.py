@@ -27,11 +27,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import DocumentError, LayoutError, MissingFileError, UsageError
+from reshard.errors import DocumentError, InvalidMapError, LayoutError, MissingFileError, UsageError
 from reshard.formats.layout_cuts import CutRule, read_cut, stated_map
 from reshard.formats.layout_source import (
     GovernedMap,
@@ -117,6 +117,7 @@ class StatedLayouts(LayoutSource):
         else:
             found = self._ruled(stated, name, shards, degree)
         require_fit(name, found, shards, self.file)
+        self.require_rows(name, found.logical_shape, exactly=False)
         words = f"stated: {stated.word} for {quoted(stated.text)}"
         return _without_padding(found, stated.vocabulary_size, words)
 
@@ -152,6 +153,81 @@ class StatedLayouts(LayoutSource):
         matching = self._matching(name)
         return matching[0].vocabulary_size if matching else None
 
+    def require_rows(self, name: str, shape: Shape, *, exactly: bool) -> None:
+        """Refuse a stated size of the vocabulary that a parameter contradicts.
+
+        Parameters
+        ----------
+        name, shape
+            The parameter.
+        exactly
+            Whether padding has been left out, so that all rows that are there count.
+
+        Raises
+        ------
+        LayoutError
+            When there are fewer rows, or others.
+        """
+        stated = self.vocabulary_size(name)
+        rows = shape[0] if shape else 0
+        if stated is None or rows == stated or (rows > stated and not exactly):
+            return
+        raise LayoutError(
+            "original_vocab_size contradicts the rows of the parameter",
+            file=self.file,
+            parameter=name,
+            dim=0,
+            expected=f"{stated} rows, by {quoted(self._matching(name)[0].text)}"
+            if exactly
+            else f"at least {stated} rows, by {quoted(self._matching(name)[0].text)}",
+            found=f"{rows} rows",
+            next_step="correct original_vocab_size; where the source has padding of its own, "
+            "--to universal with this file leaves it out"
+            if rows > stated
+            else "correct original_vocab_size",
+        )
+
+    def require_one_answer(
+        self, ties: Mapping[str, str], answer: Callable[[str, str], ParamAffineMap | None]
+    ) -> None:
+        """Refuse different statements for two names of one parameter.
+
+        Parameters
+        ----------
+        ties
+            Other name -> parameter.
+        answer
+            From a name and the parameter to the map that is stated for it under that name; None
+            where the parameter is not looked at.
+
+        Raises
+        ------
+        LayoutError
+            With both names and both rules.
+        """
+        for alias, owner in ties.items():
+            if not (self.covers(alias) and self.covers(owner)):
+                continue
+            stated = _answered(answer, owner, owner)
+            other = _answered(answer, alias, owner) if stated is not None else None
+            same_size = self.vocabulary_size(alias) == self.vocabulary_size(owner)
+            if stated is None or (other is not None and same_size and stated.same_elements(other)):
+                continue
+            raise LayoutError(
+                "two names of one parameter are stated to be cut differently",
+                file=self.file,
+                parameter=f"{alias}, tied to {owner}",
+                expected=f"for both {self._said(owner)}, as for {owner}",
+                found=f"{self._said(alias)} for {alias}",
+                next_step="state the same for both names",
+            )
+
+    def _said(self, name: str) -> str:
+        rule = self._matching(name)[0]
+        rows = rule.vocabulary_size
+        size = "" if rows is None else f" with original_vocab_size {rows}"
+        return f"{rule.word}{size} by {quoted(rule.text)}"
+
     def unused(self, names: Collection[str]) -> Iterator[str]:
         """See :class:`~reshard.formats.layout_source.LayoutSource`."""
         for rule in self.rules:
@@ -179,6 +255,16 @@ class StatedLayouts(LayoutSource):
             if len(matching) > 1:
                 patterns = " and ".join(quoted(rule.text) for rule in matching)
                 yield f"{name} is matched by {patterns} of {self.file}"
+
+
+def _answered(
+    answer: Callable[[str, str], ParamAffineMap | None], name: str, owner: str
+) -> ParamAffineMap | None:
+    """What is stated under a name, None where it does not fit the parameter."""
+    try:
+        return answer(name, owner)
+    except (LayoutError, InvalidMapError):
+        return None
 
 
 def _without_padding(found: ParamAffineMap, rows: int | None, words: str) -> GovernedMap:

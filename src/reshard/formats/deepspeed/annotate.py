@@ -42,7 +42,13 @@ from reshard.formats.deepspeed.grid import Degrees, settle_degrees, take_invento
 from reshard.formats.deepspeed.info_entry import deepspeed_info
 from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.records import ModelStates, read_model_states
-from reshard.formats.deepspeed.tensor_parallel import GovernedMap, parameter_shapes, read_layouts
+from reshard.formats.deepspeed.statements import stated_aliases
+from reshard.formats.deepspeed.tensor_parallel import (
+    GovernedMap,
+    parameter_shapes,
+    read_layouts,
+    require_same_for_ties,
+)
 from reshard.formats.dtypes import DTYPES
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import Layouts, Shape
@@ -117,7 +123,10 @@ def lay_out_annotated(
             file=folder.path,
         )
     columns = [models[0, mp] for mp in range(degrees.mp)]
-    maps = _maps(read_layouts(columns, degrees.tp, stated), parameter_shapes(columns), degrees.tp)
+    layouts = read_layouts(columns, degrees.tp, stated)
+    if stated is not None:
+        require_same_for_ties(stated, stated_aliases(columns), layouts)
+    maps = _maps(layouts, parameter_shapes(columns), degrees.tp)
     added = _added_info(columns[0], maps, _trained(columns))
     changed = {Path(model.file).name: _changed(model, added) for model in models.values()}
     sources = dict(_all_files(folder))

@@ -68,7 +68,7 @@ from reshard.formats.deepspeed.rank_files import (
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
-from reshard.formats.deepspeed.tensor_parallel import read_layouts
+from reshard.formats.deepspeed.tensor_parallel import read_layouts, require_same_for_ties
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     read_unsharded_experts,
@@ -153,6 +153,8 @@ class _Reading:
             for column in self.columns:
                 aliases |= unstated_ties(column, aliases)
             self._add_unsharded(aliases, governor)
+        if self.stated is not None:
+            require_same_for_ties(self.stated, aliases, self.layouts)
         shapes = {n: {c: s.shape for c, s in held.items()} for n, held in self.found.shards.items()}
         governed = governor.govern(shapes, self.found.over_world)
         for name, shards in self.found.shards.items():

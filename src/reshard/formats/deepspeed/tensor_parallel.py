@@ -26,7 +26,7 @@ Source: `checkpoint/constants.py`, `module_inject/layers.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -57,6 +57,7 @@ __all__ = [
     "parameter_shapes",
     "read_layouts",
     "read_stored_maps",
+    "require_same_for_ties",
 ]
 
 
@@ -149,7 +150,60 @@ def read_layouts(
     layouts = Layouts(tuple(sources), degree, columns[0].file)
     layouts.require_used(_names(columns).union(experts))
     shapes = parameter_shapes(columns)
-    return replace(layouts, notes=tuple(layouts.require_clear(shapes)), shapes=shapes)
+    notes = layouts.require_clear(shapes)
+    if stated is not None:
+        notes += _left_out(stated, shapes, degree)
+    return replace(layouts, notes=tuple(notes), shapes=shapes)
+
+
+def _left_out(
+    stated: StatedLayouts, shapes: Mapping[str, Mapping[int, Shape]], degree: int
+) -> Iterator[str]:
+    """Say how many rows the user's word leaves out: nothing in the files tells that they pad."""
+    for name, by_column in shapes.items():
+        if stated.vocabulary_size(name) is None:
+            continue
+        found = stated.map_of(name, _by_rank(by_column, degree), degree)
+        if found is not None and found.padded is not None:
+            there, left = found.padded.logical_shape[0], found.map.logical_shape[0]
+            yield (
+                f"{there - left} of {there} rows of {name} are left out: original_vocab_size of "
+                f"{stated.file} is {left}"
+            )
+
+
+def _by_rank(by_column: Mapping[int, Shape], degree: int) -> dict[int, Shape]:
+    """The shapes of a parameter's shards on the tensor ranks of its first stage."""
+    stage = min(by_column) // degree
+    return {c % degree: shape for c, shape in by_column.items() if c // degree == stage}
+
+
+def require_same_for_ties(stated: StatedLayouts, ties: Mapping[str, str], layouts: Layouts) -> None:
+    """Refuse what the user states differently for two names of one parameter.
+
+    Parameters
+    ----------
+    stated
+        What the user states.
+    ties
+        Other name -> parameter.
+    layouts
+        The layouts that it is part of, with the shapes of all shards.
+
+    Raises
+    ------
+    LayoutError
+        With both names and both rules.
+    """
+
+    def answer(name: str, owner: str) -> ParamAffineMap | None:
+        by_column = layouts.shapes.get(owner)
+        if by_column is None:
+            return None
+        found = stated.map_of(name, _by_rank(by_column, layouts.degree), layouts.degree)
+        return None if found is None else found.whole
+
+    stated.require_one_answer(ties, answer)
 
 
 def _names(columns: Sequence[ModelStates]) -> frozenset[str]:

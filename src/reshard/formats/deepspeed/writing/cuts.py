@@ -46,6 +46,11 @@ class Cut:
         """The cut of a parameter that every column holds whole."""
         return cls.exact(replicated_map(shape, columns))
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether ranks hold rows that are in no logical tensor."""
+        return dict(self.map.shard_shapes) != dict(self.shapes)
+
     def real_numel(self, column: int) -> int:
         """Elements of a column's shard that are not padding."""
         return prod(self.map.shard_shapes[column])

@@ -3,7 +3,7 @@
 Theory. The info is what a later reader has to go by, DeepSpeed's converter or reshard. What it says
 about degrees is made anew: the maps, and the widths of sub-parameters on every rank. What holds for
 every degree (patterns, sub-parameters, the size of the vocabulary) stays as the source has it, and
-so does the version.
+so does the version. A vocabulary whose padding the user stated is added (`vocabulary`).
 
 Two things are kept beside it for later conversions (`tensor_parallel`): maps of other degrees, and
 the number of heads where it was stated. A source without an info gets one when its target has
@@ -12,13 +12,15 @@ several tensor ranks, in the form that any framework may write (`info_entry`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.formats.deepspeed.info_entry import deepspeed_info, exact
+from reshard.formats.deepspeed.conversion_keys import VOCABULARY
+from reshard.formats.deepspeed.info_entry import INFO_VERSION, deepspeed_info, exact
 from reshard.formats.deepspeed.key_lowering import Branch
 from reshard.formats.deepspeed.writing.rescaling import ranges_along
 from reshard.formats.deepspeed.writing.source_cuts import KEPT, KEPT_HEADS, Source
+from reshard.formats.deepspeed.writing.vocabulary import ORIGINAL, PADDED, vocabulary_info
 from reshard.geometry import maps_to_document
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.geometry import ParamAffineMap
 
 MAPS = "affine_map"
+VERSION = "universal_checkpoint_version"
 WIDTHS = "sub_param_shard_widths"
 
 
@@ -47,24 +50,28 @@ def target_info(
         How the target cuts every parameter.
     """
     dense = [name for group in contents.groups if not group.has_experts for name in group.names]
-    maps = {
-        name: cuts[name].map
-        for name in (*dense, *contents.frozen)
-        if cuts[name].shapes == dict(cuts[name].map.shard_shapes)
-    }
-    if not source.info and options.tp == 1:
-        return None
-    kept = _kept(source, options)
-    if not source.info:
-        return {**deepspeed_info(maps, listed=contents.held), **kept}
+    maps = {name: cuts[name].map for name in (*dense, *contents.frozen) if not cuts[name].is_padded}
+    padding = vocabulary_info(source.info, source.keys(options.tp), cuts)
+    kept = {**_kept(source, options), **padding}
+    if options.tp == 1 and not source.info:
+        # No list of what is replicated: with one rank everything is, and later readers would
+        # take it for the layout of every degree.
+        return {VERSION: INFO_VERSION, **kept} if padding else None
+    if not set(source.info) - {VERSION, VOCABULARY, ORIGINAL, PADDED, KEPT_HEADS}:
+        return {**source.info, **_entry(maps, contents, options), **kept}
     info = {key: value for key, value in source.info.items() if key not in (KEPT, KEPT_HEADS)}
     if MAPS in info or (options.tp > 1 and not source.is_explicit):
         info[MAPS] = maps_to_document({exact(name): one for name, one in maps.items()})
     if WIDTHS in info:
         info[WIDTHS] = _widths(source.keys(options.tp), maps)
-    if "padded_vocab_size" in info:
-        info["padded_vocab_size"] = _padded_rows(cuts.values(), info["padded_vocab_size"])
     return {**info, **kept}
+
+
+def _entry(
+    maps: Mapping[str, ParamAffineMap], contents: Contents, options: NativeOptions
+) -> dict[str, object]:
+    """What is said of parameters of which the source said nothing."""
+    return deepspeed_info(maps, listed=contents.held) if options.tp > 1 else {}
 
 
 def _kept(source: Source, options: NativeOptions) -> dict[str, object]:
@@ -75,15 +82,6 @@ def _kept(source: Source, options: NativeOptions) -> dict[str, object]:
         **({KEPT: others} if others else {}),
         **({KEPT_HEADS: heads} if heads is not None else {}),
     }
-
-
-def _padded_rows(cuts: Iterable[Cut], stated: object) -> object:
-    heights = {
-        sum(shape[0] for shape in cut.shapes.values())
-        for cut in cuts
-        if cut.shapes != dict(cut.map.shard_shapes)
-    }
-    return heights.pop() if len(heights) == 1 else stated
 
 
 def _widths(keys: ConversionKeys, maps: Mapping[str, ParamAffineMap]) -> dict[str, list[list[int]]]:

@@ -17,7 +17,7 @@ Sources: `module_inject/layers.py`; Megatron-LM (`_vocab_size_with_padding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, UsageError, count_text
@@ -152,10 +152,21 @@ class CutFinder:
         if layouts is None:
             return set()
         stated = {name for name in names if layouts.covers(name) and name not in self.source.cuts}
+        self._require_same_for_ties(layouts, stated)
         for name in names:
             if name in stated:
                 self._state(layouts, name)
         return stated
+
+    def _require_same_for_ties(self, layouts: StatedLayouts, stated: Collection[str]) -> None:
+        """Refuse what is stated differently for two names of one parameter."""
+
+        def answer(name: str, owner: str) -> ParamAffineMap:
+            widths = Widths.of_parameter(owner, self.options.tp, self._numbers)
+            return layouts.cut_of(name, self._padded_shape(owner), widths)
+
+        ties = self.contents.checkpoint.aliases
+        layouts.require_one_answer({a: o for a, o in ties.items() if o in stated}, answer)
 
     def _state(self, layouts: StatedLayouts, name: str) -> None:
         widths = Widths.of_parameter(name, self.options.tp, self._numbers)
@@ -253,7 +264,9 @@ class CutFinder:
             self.found[name] = Cut.exact(whole)
             return
         widths = [whole.shard_shapes[rank][0] for rank in range(self.options.tp)]
-        if not whole.same_elements(contiguous_split_map(whole.logical_shape, widths, 0)):
+        if sum(widths) != whole.logical_shape[0] or not whole.same_elements(
+            contiguous_split_map(whole.logical_shape, widths, 0)
+        ):
             self.reasons[name] = "a padded table that is not split along dim 0"
             return
         self.found[name] = padded_cut(shape, widths)
@@ -269,6 +282,8 @@ class CutFinder:
         """Rows that the target's model has of a table, None when it is no padded table."""
         layouts = self.options.layouts
         is_stated = layouts is not None and layouts.vocabulary_size(name) is not None
+        if layouts is not None:
+            layouts.require_rows(name, self.contents.shape(name), exactly=True)
         if not is_stated and (self.source.is_autotp or not self.keys.is_vocabulary(name)):
             return None
         rows = self.contents.shape(name)[0]

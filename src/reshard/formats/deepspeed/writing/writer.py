@@ -36,6 +36,7 @@ from reshard.formats.deepspeed.writing.source_cuts import source_of
 from reshard.formats.deepspeed.writing.stages import layer_files, stages_of
 from reshard.formats.deepspeed.writing.target_info import target_info
 from reshard.formats.deepspeed.writing.tensor_parallel import cuts_of
+from reshard.formats.deepspeed.writing.vocabulary import vocabulary_note
 from reshard.formats.target import OutputFile, Target
 
 POINTER = "latest"
@@ -86,6 +87,7 @@ def lay_out_deepspeed(checkpoint: Checkpoint, *, tag: str, options: NativeOption
     said = [
         *notes(contents, options, [column.banks for column in columns], _empty(columns)),
         *heads_note(options, source, cuts),
+        *vocabulary_note(options, source, cuts),
         *expert_notes(contents, experts),
     ]
     return Target("deepspeed", tuple(files), (POINTER, tag), tuple(said), options.topology)
