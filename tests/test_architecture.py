@@ -21,7 +21,17 @@ from tests.truth import EXAMPLE, ROOT
 
 PACKAGE = ROOT / "src" / "reshard"
 
-LAYERS = ("errors", "geometry", "layouts", "formats", "planning", "execution", "api", "cli")
+LAYERS = (
+    "errors",
+    "first_use",
+    "geometry",
+    "layouts",
+    "formats",
+    "planning",
+    "execution",
+    "api",
+    "cli",
+)
 """From the bottom up. A layer may import itself and those before it."""
 
 FACES = {"__init__": "cli", "__main__": "cli"}

@@ -11,7 +11,6 @@ costs next to nothing and ``reshard --help`` does not wait for NumPy.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from reshard.errors import (
@@ -33,6 +32,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from reshard.first_use import looked_up
 
 if TYPE_CHECKING:
     from reshard.api import (
@@ -138,12 +138,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker reads the imports above, and knows what is not there
 
     def __getattr__(name: str) -> object:
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home), name)
-        globals()[name] = value
-        return value
+        return looked_up(name, _HOMES, globals())
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from reshard import errors
 from reshard.api import open_checkpoint
 from reshard.cli import failure
 from reshard.cli.failure import describe
+from tests.truth import EXAMPLE, ROOT
 
 FREE_SPACE = "free space or choose another disk, then run it again"
 CASES = [
@@ -116,3 +119,31 @@ def test_every_public_error_has_a_line() -> None:
 def test_codes_are_those_that_are_promised() -> None:
     assert (failure.DONE, failure.DIFFERENT, failure.REFUSED) == (0, 1, 2)
     assert sys.version_info >= (3, 10)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["inspect", str(EXAMPLE), "--json"], f"no space left on device; next: {FREE_SPACE}"),
+        (["inspect", "/nowhere", "--json"], "no such file or folder: /nowhere; next: .*"),
+        (["inspekt", "--json"], "no such command 'inspekt'. .*"),
+    ],
+)
+def test_a_full_output_is_told_in_one_line(
+    arguments: list[str], line: str, unbuffered: str
+) -> None:
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "reshard", *arguments],
+            env={**os.environ, "RESHARD_DEBUG": "", **environment},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert re.fullmatch(f"error: {line}\n", done.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,47 @@ def test_python_dash_m_is_the_command() -> None:
         check=True,
     )
     assert done.stdout == f"reshard {reshard.__version__}\n"
+
+
+FIRST_USES = """
+import random, sys, threading
+import numpy
+import reshard
+
+seed = int(sys.argv[1])
+names = [name for name in reshard.__all__ if name not in vars(reshard)]
+names += ["api.inspect", "api.read"]
+asked = random.Random(seed).choices(names, k=8)
+together, failed = threading.Barrier(8), []
+sys.setswitchinterval(1e-6)
+
+def ask(name):
+    together.wait()
+    try:
+        value = reshard
+        if name.startswith("api."):
+            import reshard.api as value
+        getattr(value, name.rpartition(".")[2])
+    except BaseException as error:
+        failed.append((name, repr(error)))
+
+threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in asked]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(30)
+print(failed, [thread.is_alive() for thread in threads].count(True))
+"""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_names_may_first_be_used_by_several_threads_at_once(seed: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_USES, str(seed)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "[] 0\n"

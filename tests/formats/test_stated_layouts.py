@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from reshard.errors import (
     ReplicaMismatchError,
     ReshardError,
     ScaledStateError,
+    UsageError,
 )
 from reshard.formats.layout_source import Layouts
 from reshard.formats.layout_words import WORDS
@@ -470,6 +472,14 @@ def test_toml_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"no\.toml"):
         read_stated_layouts(tmp_path / "no.toml")
+
+
+def test_a_pipe_is_told_from_a_missing_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="a pipe or a folder is no file of layouts") as refused:
+            read_stated_layouts(path)
+        assert refused.value.file == str(path)
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from math import prod
 
 import pytest
 
-from reshard.errors import InvalidMapError
+from reshard.errors import CompositionError, InvalidMapError, UnsupportedError
 from reshard.geometry import AffinePiece, ParamAffineMap, compose, cut_flat_range, nest
 
 HUGE = 2**61
@@ -198,3 +198,59 @@ def test_steps_of_two_and_of_three_are_refused_when_one_is_wrong(
     with pytest.raises(InvalidMapError) as refused:
         ParamAffineMap((rows, 7), dict.fromkeys((0, 1), (rows, 5)), pieces).validate(partial=True)
     assert refused.value.broken == broken
+
+
+def every_other(count: int) -> ParamAffineMap:
+    """A map that has the even elements of ``2 × count``."""
+    piece = AffinePiece((count,), 0, (2,), 0, (1,), (0,))
+    return ParamAffineMap((2 * count,), {0: (count,)}, {0: [piece]})
+
+
+def whole(size: int) -> ParamAffineMap:
+    return ParamAffineMap(
+        (size,), {0: (size,)}, {0: [AffinePiece((size,), 0, (1,), 0, (1,), (0,))]}
+    )
+
+
+@pytest.mark.parametrize("exponent", [2, 10, 40, 60])
+def test_holes_are_told_without_listing_them(exponent: int) -> None:
+    count = 2**exponent
+    one = every_other(count)
+    said = f"[1, 2), [3, 4), [5, 6) and {count - 3} more, {count} elements in all"
+    with pytest.raises(InvalidMapError) as refused:
+        one.validate()
+    error = refused.value
+    assert (error.broken, error.offset, error.found) == ("P1", 1, f"holes {said}")
+    with pytest.raises(CompositionError) as open_:
+        compose(whole(2 * count), one)
+    assert (open_.value.rank, open_.value.found) == (0, said)
+    spread = AffinePiece((count,), 0, (1,), 0, (2,), (0,))
+    with pytest.raises(InvalidMapError) as unwritten:
+        ParamAffineMap((count,), {0: (2 * count,)}, {0: [spread]}).validate()
+    assert (unwritten.value.broken, unwritten.value.found) == ("write-once", f"holes {said}")
+    plan = compose(whole(2 * count), one, partial=True)
+    assert plan.numel == len(plan.holes[0]) == count
+    assert str(plan).endswith(f"nothing → 0: {said}")
+
+
+def test_a_square_of_holes_is_counted_row_by_row() -> None:
+    """A column of every row, and every other element of the rest: the first row has it all."""
+    width, height = 2**20, 2**20
+    piece = AffinePiece((height, width // 2), 0, (width, 2), 0, (width // 2, 1), (0,))
+    one = ParamAffineMap((height, width), {0: (height, width // 2)}, {0: [piece]})
+    other = ParamAffineMap(
+        (height, width),
+        {0: (height, width - 1)},
+        {0: [AffinePiece((height, width - 1), 1, (width, 1), 0, (width - 1, 1), (0,))]},
+    )
+    for held, more, elements in ((one, 2**39 - 3, 2**39), (other, 2**20 - 3, 2**20)):
+        with pytest.raises(InvalidMapError, match=f"and {more} more, {elements} elements in all"):
+            held.validate()
+
+
+def test_more_holes_than_memory_holds_are_counted_and_not_listed() -> None:
+    one = every_other(2**40)
+    plan = compose(whole(2**41), one, partial=True)
+    for ask in (one.uncovered_offsets, lambda: plan.unfilled, plan.verify):
+        with pytest.raises(UnsupportedError, match=f"too many holes to list: .* found {2**40}:"):
+            ask()

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from reshard.errors import InvalidMapError, UnsupportedError, UsageError
 from reshard.geometry import AffinePiece, ParamAffineMap, disjointness, grid, refinement
+from reshard.geometry.holes import holes_of
 from tests.properties import dense_oracle as dense
 from tests.properties.strategies import (
     SETTINGS,
@@ -104,6 +105,17 @@ def test_uncovered_offsets_are_the_holes_as_maximal_ranges(case: Case) -> None:
     one = thinned(case)
     assert one.uncovered_offsets() == dense.ranges(set(range(case.total)) - set(dense.holders(one)))
     assert case.map().uncovered_offsets() == []
+
+
+@SETTINGS
+@given(cases)
+def test_holes_are_counted_and_gone_through_without_a_list(case: Case) -> None:
+    one = thinned(case)
+    expected = dense.ranges(set(range(case.total)) - set(dense.holders(one)))
+    holes = holes_of(one.table.link, one.numel)
+    assert list(holes) == expected
+    assert (len(holes), holes.numel) == (len(expected), sum(map(len, expected)))
+    assert not expected or holes.start == expected[0].start
 
 
 @SETTINGS

@@ -12,8 +12,9 @@ As in :mod:`reshard`, names are looked up on first use: inspecting does not wait
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from reshard.first_use import looked_up
 
 if TYPE_CHECKING:
     from reshard.api.annotation import AnnotationReport, annotate
@@ -108,12 +109,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker reads the imports above, and knows what is not there
 
     def __getattr__(name: str) -> object:
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home), name)
-        globals()[name] = value
-        return value
+        return looked_up(name, _HOMES, globals())
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ import errno
 import os
 import sys
 import traceback
-from json import dump
+from json import dumps
 from pathlib import Path
 from types import TracebackType
 
@@ -92,8 +92,7 @@ def write_error(kind: str, message: str, code: int, error: BaseException | None 
             name: {str(rank): list(shape) for rank, shape in shapes.items()}
             for name, shapes in error.shards.items()
         }
-    dump({"schema": "reshard.error/1", "error": document}, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    _put_out(dumps({"schema": "reshard.error/1", "error": document}, indent=2) + "\n")
 
 
 def _plain(value: object) -> object:
@@ -102,8 +101,21 @@ def _plain(value: object) -> object:
 
 def say_error(message: str) -> None:
     """Write one ``error:`` line, after all that was said before."""
-    sys.stdout.flush()
+    _put_out("")
     sys.stderr.write(f"error: {visible(message)}\n")
+
+
+def _put_out(text: str) -> None:
+    """Write to standard output and empty its buffer, or give it up where it takes no more.
+
+    It may be what failed (a full disk, a reader that has gone); the line on standard error is
+    then all there is, and must come.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        _give_up_output()
 
 
 def describe(error: BaseException) -> str:
@@ -158,6 +170,10 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _leave_pipe() -> int:
-    # Whoever read our output has gone; a flush at exit would fail again, and say so.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _give_up_output()
     return BROKEN_PIPE
+
+
+def _give_up_output() -> None:
+    # What is still in the buffer would fail again at exit, and Python would say so.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

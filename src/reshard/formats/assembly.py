@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError, InvalidMapError, UnsupportedError, c
 from reshard.formats.checkpoint import Region
 from reshard.formats.torch_archive import TensorRecord
 from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
+from reshard.geometry.holes import holes_of
 from reshard.layouts.builders import row_major_strides
 
 
@@ -99,15 +100,15 @@ class Assembler:
 
 
 def _refuse_holes(name: str, composed: ParamAffineMap) -> None:
-    holes = composed.uncovered_offsets()
+    holes = holes_of(composed.table.link, composed.numel)
     if holes:
         raise InvalidMapError(
             "an element of the parameter is in none of the files",
             broken="P1",
-            offset=holes[0].start,
+            offset=holes.start,
             parameter=name,
             expected=count_text(composed.numel, "element"),
-            found=composed.numel - sum(map(len, holes)),
+            found=composed.numel - holes.numel,
         )
 
 

@@ -293,6 +293,8 @@ def read_stated_layouts(path: str | os.PathLike[str]) -> StatedLayouts:
     ------
     MissingFileError
         When there is no such file.
+    UsageError
+        When it is no regular file.
     DocumentError
         When it is neither TOML nor JSON, or a map document in it is malformed.
     LayoutError
@@ -301,8 +303,15 @@ def read_stated_layouts(path: str | os.PathLike[str]) -> StatedLayouts:
         When a field is of the wrong kind.
     """
     file = Path(path)
-    if not file.is_file():
+    if not file.exists():
         raise MissingFileError("no such file of layouts", file=file, next_step="check --layout")
+    if not file.is_file():
+        raise UsageError(
+            "a pipe or a folder is no file of layouts",
+            file=file,
+            expected="a regular file, which can be read again",
+            next_step="write the layouts to a file and name that",
+        )
     root = Cursor(_parsed(file), str(file))
     if "params" in root.mapping():
         return StatedLayouts(tuple(_maps(root)), frozenset(), str(file))

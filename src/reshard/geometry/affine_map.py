@@ -104,6 +104,13 @@ class ParamAffineMap(MapValue):
     def uncovered_offsets(self) -> list[range]:
         """Return the elements of ``F`` that no rank holds, as maximal ranges, ascending.
 
+        Raises
+        ------
+        UnsupportedError
+            When there are more than :data:`~reshard.geometry.holes.MOST_HOLES` ranges.
+
+        Examples
+        --------
         >>> from reshard.geometry import AffinePiece
         >>> piece = AffinePiece((2, 2), 0, (4, 1), 0, (2, 1), [0])
         >>> ParamAffineMap((2, 4), {0: (2, 2)}, {0: [piece]}).uncovered_offsets()

@@ -16,7 +16,7 @@ from reshard.geometry.affine_map import ParamAffineMap
 from reshard.geometry.disjointness import names_once
 from reshard.geometry.equality import writes_once
 from reshard.geometry.folding import fold_table
-from reshard.geometry.holes import gaps
+from reshard.geometry.holes import holes_of
 from reshard.geometry.index_math import numel
 from reshard.geometry.layers import table_layers
 from reshard.geometry.matching import Matches
@@ -154,5 +154,5 @@ def closed(source_shapes: Shapes, target_shapes: Shapes, segments: SegmentTable)
         size = numel(shape)
         if written.get(rank, 0) < size:
             mine = np.flatnonzero(segments.target_rank == rank)
-            unfilled[rank] = gaps(segments.link.take(mine), size)
+            unfilled[rank] = holes_of(segments.link.take(mine), size)
     return TransferPlan.from_table(source_shapes, target_shapes, segments, unfilled)

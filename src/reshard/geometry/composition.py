@@ -37,9 +37,9 @@ from reshard.geometry.assembling import (
     segments_of,
 )
 from reshard.geometry.balancing import compose_balanced
+from reshard.geometry.holes import holes_text
 from reshard.geometry.map_value import MANY_PIECES
 from reshard.geometry.matching import Matches, matched
-from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints, order_by
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import TransferPlan
@@ -103,12 +103,12 @@ def compose(
     """
     check_are_maps(target, source)
     plan = _compose(target, source, choose)
-    if plan.unfilled and not partial:
-        rank, holes = next(iter(plan.unfilled.items()))
+    if plan.holes and not partial:
+        rank, holes = next(iter(plan.holes.items()))
         raise CompositionError(
             "target elements have no source",
             rank=rank,
-            found=ranges_text(holes),
+            found=holes_text(holes),
             next_step="compose with partial=True to accept that",
         )
     return plan

@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.errors import InvalidMapError, ReplicaMismatchError, ScaledStateError, UsageError
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, scaled, strided
-from reshard.geometry.holes import gaps
+from reshard.geometry.holes import holes_of
 from reshard.geometry.index_math import numel
 
 if TYPE_CHECKING:
@@ -128,15 +128,15 @@ def _shard_bits(
 def _refuse_holes(one: ParamAffineMap, bits: Mapping[int, Bits]) -> None:
     table = one.table
     given = np.flatnonzero(np.isin(table.rank, list(bits)))
-    holes = gaps(table.link.take(given), one.numel)
+    holes = holes_of(table.link.take(given), one.numel)
     if holes:
         raise InvalidMapError(
             "an element of F is in none of the shards",
             broken="P1",
-            offset=holes[0].start,
+            offset=holes.start,
             ranks=sorted(set(one.ranks) - set(bits)),
             expected=one.numel,
-            found=one.numel - sum(map(len, holes)),
+            found=one.numel - holes.numel,
             next_step="give the shards of the ranks named here too",
         )
 

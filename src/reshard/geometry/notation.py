@@ -8,7 +8,11 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+
+SHOWN = 3
+"""Ranges that are written out."""
 
 NOTATION = (
     "F[…] → […] on r: a block of the full tensor, where it lies in the shard, and all who hold it; "
@@ -50,11 +54,18 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ",".join(parts)
 
 
-def ranges_text(ranges: Sequence[range], limit: int = 3) -> str:
-    """Write the first few of some half-open ranges.
+def ranges_text(ranges: Collection[range], numel: int | None = None) -> str:
+    """Write the first three of some half-open ranges; of more, how many, with how many elements.
+
+    ``numel`` is that number, where it is known without going through all of them.
 
     >>> ranges_text([range(0, 4), range(8, 9)])
     '[0, 4), [8, 9)'
+    >>> ranges_text([range(k, k + 1) for k in range(0, 10, 2)])
+    '[0, 1), [2, 3), [4, 5) and 2 more, 5 elements in all'
     """
-    shown = ", ".join(f"[{r.start}, {r.stop})" for r in ranges[:limit])
-    return f"{shown} and {len(ranges) - limit} more" if len(ranges) > limit else shown
+    shown = ", ".join(f"[{r.start}, {r.stop})" for r in islice(ranges, SHOWN))
+    if len(ranges) <= SHOWN:
+        return shown
+    elements = sum(map(len, ranges)) if numel is None else numel
+    return f"{shown} and {len(ranges) - SHOWN} more, {elements} elements in all"

@@ -11,7 +11,7 @@ Segments are held as columns; the :class:`Segment` objects are made when somebod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
@@ -21,9 +21,9 @@ from reshard.errors import UsageError, count_text
 from reshard.geometry.buffers import Bits, Tensor, flat_bits, like, strided
 from reshard.geometry.document import as_list, as_mapping, check_version, fields
 from reshard.geometry.frozen import Frozen
+from reshard.geometry.holes import Holes, holes_text, listed
 from reshard.geometry.index_math import numel
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
-from reshard.geometry.notation import ranges_text
 from reshard.geometry.plan_document import (
     PLAN_VERSION,
     read_holes,
@@ -49,27 +49,29 @@ class TransferPlan(Frozen):
         ascending ranges of shard offsets.
     """
 
-    __slots__ = ("_segments", "_source_shapes", "_table", "_target_shapes", "_unfilled")
+    __slots__ = ("_holes", "_segments", "_source_shapes", "_table", "_target_shapes", "_unfilled")
 
     _segments: tuple[Segment, ...] | None
     _table: SegmentTable | None
     _source_shapes: dict[int, tuple[int, ...]]
     _target_shapes: dict[int, tuple[int, ...]]
-    _unfilled: dict[int, tuple[range, ...]]
+    _unfilled: dict[int, tuple[range, ...]] | None
+    _holes: dict[int, Collection[range]]
 
     def __init__(
         self,
         source_shapes: Mapping[int, tuple[int, ...]],
         target_shapes: Mapping[int, tuple[int, ...]],
         segments: Sequence[Segment],
-        unfilled: Mapping[int, Sequence[range]],
+        unfilled: Mapping[int, Collection[range]],
     ) -> None:
         put = object.__setattr__
         put(self, "_segments", tuple(segments))
         put(self, "_table", None)
         put(self, "_source_shapes", dict(source_shapes))
         put(self, "_target_shapes", dict(target_shapes))
-        put(self, "_unfilled", {r: tuple(holes) for r, holes in unfilled.items() if holes})
+        put(self, "_holes", {r: _kept(holes) for r, holes in unfilled.items() if holes})
+        put(self, "_unfilled", None)
 
     @classmethod
     def from_table(
@@ -77,7 +79,7 @@ class TransferPlan(Frozen):
         source_shapes: Mapping[int, tuple[int, ...]],
         target_shapes: Mapping[int, tuple[int, ...]],
         table: SegmentTable,
-        unfilled: Mapping[int, Sequence[range]],
+        unfilled: Mapping[int, Collection[range]],
     ) -> TransferPlan:
         """Return the plan of segments that are given as columns."""
         plan = cls(source_shapes, target_shapes, (), unfilled)
@@ -94,7 +96,7 @@ class TransferPlan(Frozen):
             len(self) == len(other)
             and self._source_shapes == other._source_shapes
             and self._target_shapes == other._target_shapes
-            and self._unfilled == other._unfilled
+            and self.unfilled == other.unfilled
             and self.segments == other.segments
         )
 
@@ -107,17 +109,17 @@ class TransferPlan(Frozen):
 
     def __reduce__(self) -> tuple[object, ...]:
         shapes = self._source_shapes, self._target_shapes
-        return TransferPlan, (*shapes, self.segments, self._unfilled)
+        return TransferPlan, (*shapes, self.segments, dict(self.unfilled))
 
     def __repr__(self) -> str:
         shapes = f"{self._source_shapes!r}, {self._target_shapes!r}"
-        return f"TransferPlan({shapes}, {self.segments!r}, {self._unfilled!r})"
+        return f"TransferPlan({shapes}, {self.segments!r}, {dict(self.unfilled)!r})"
 
     def __str__(self) -> str:
         lines = [f"{count_text(len(self), 'segment')}, {count_text(self.numel, 'element')}"]
         lines += [f"  {segment}" for segment in self.segments]
-        for rank, holes in self._unfilled.items():
-            lines.append(f"  nothing → {rank}: {ranges_text(holes)}")
+        for rank, holes in self._holes.items():
+            lines.append(f"  nothing → {rank}: {holes_text(holes)}")
         return "\n".join(lines)
 
     @property
@@ -150,8 +152,23 @@ class TransferPlan(Frozen):
 
     @property
     def unfilled(self) -> Mapping[int, tuple[range, ...]]:
-        """Shard elements without a source, by target rank; empty when there are none."""
-        return MappingProxyType(self._unfilled)
+        """Shard elements without a source, by target rank; empty when there are none.
+
+        Raises
+        ------
+        UnsupportedError
+            When there are too many ranges to list; :attr:`holes` tells how many.
+        """
+        unfilled = self._unfilled
+        if unfilled is None:
+            unfilled = {rank: tuple(listed(holes)) for rank, holes in self._holes.items()}
+            object.__setattr__(self, "_unfilled", unfilled)
+        return MappingProxyType(unfilled)
+
+    @property
+    def holes(self) -> Mapping[int, Collection[range]]:
+        """The same, without a list of them: there may be far too many."""
+        return MappingProxyType(self._holes)
 
     @property
     def numel(self) -> int:
@@ -224,7 +241,7 @@ class TransferPlan(Frozen):
             "segments": [write_segment(segment) for segment in self.segments],
             "unfilled": {
                 rank: [[hole.start, hole.stop] for hole in holes]
-                for rank, holes in self._unfilled.items()
+                for rank, holes in self.unfilled.items()
             },
         }
 
@@ -248,6 +265,10 @@ class TransferPlan(Frozen):
             [read_segment(item, f"plan.segments[{i}]") for i, item in enumerate(listed)],
             read_holes(unfilled, "plan.unfilled"),
         )
+
+
+def _kept(holes: Collection[range]) -> Collection[range]:
+    return holes if isinstance(holes, Holes) else tuple(holes)
 
 
 def _copy(segment: Segment, source: Bits, target: Bits, kind: Tensor, scale_power: int) -> None:

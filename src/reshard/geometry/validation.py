@@ -24,10 +24,9 @@ import numpy as np
 
 from reshard.errors import InvalidMapError, UnsupportedError, count_text
 from reshard.geometry.disjointness import names_once
-from reshard.geometry.holes import gaps
+from reshard.geometry.holes import holes_of
 from reshard.geometry.index_math import numel
 from reshard.geometry.links import Link, meet
-from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints, classes_of, kinds_of, starts_of
 from reshard.geometry.pairs import folds_on_itself, shared_count, touching_pairs
 from reshard.geometry.piece import AffinePiece
@@ -155,15 +154,15 @@ def _check_filled(subject: Subject, dest: LinkTable) -> None:
     for rank, shape in subject.shapes.items():
         size = numel(shape)
         if written.get(rank, 0) < size:
-            holes = gaps(dest.take(np.flatnonzero(subject.table.rank == rank)), size)
+            holes = holes_of(dest.take(np.flatnonzero(subject.table.rank == rank)), size)
             raise InvalidMapError(
                 "an element of the shard is written by no piece",
                 broken="write-once",
                 ranks=(rank,),
-                offset=holes[0].start,
+                offset=holes.start,
                 parameter=subject.parameter,
                 expected=count_text(size, "element"),
-                found=f"holes {ranges_text(holes)}",
+                found=f"holes {holes}",
             )
 
 
@@ -176,14 +175,14 @@ def _check_holders(subject: Subject) -> None:
     else:
         covered = _check_overlaps(subject)
     if not subject.partial and covered < subject.total:
-        holes = gaps(table.link, subject.total)
+        holes = holes_of(table.link, subject.total)
         raise InvalidMapError(
             "an element of F is held by no rank",
             broken="P1",
-            offset=holes[0].start,
+            offset=holes.start,
             parameter=subject.parameter,
             expected=count_text(subject.total, "element"),
-            found=f"holes {ranges_text(holes)}",
+            found=f"holes {holes}",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,58 @@ def test_a_folder_without_its_pointer_is_no_trainers(trainer: Path) -> None:
     (trainer / "latest").unlink()
     with pytest.raises(UsageError, match="leave out --drop-in"):
         lay_out_drop_in(open_checkpoint(trainer / "step3"), NativeOptions(stage=1, dp=1))
+
+
+def test_what_stays_behind_is_named_with_its_reason(trainer: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "deep/secret.txt").write_bytes(b"not ours")
+    os.mkfifo(trainer / "pipe")
+    (trainer / "void/within").mkdir(parents=True)
+    (trainer / "reshard_manifest.json").write_bytes(b"{}")
+    links: dict[str, str | Path] = {
+        "gone": "nowhere",
+        "self": "self",
+        "passwd.txt": outside / "deep/secret.txt",
+        "cache": outside,
+        "root": "/",
+        "adapter/up": "..",
+        "adapter/round": ".",
+        "again.json": "trainer_state.json",
+        "twin": "adapter",
+    }
+    for name, end in links.items():
+        (trainer / name).symlink_to(end)
+    out = tmp_path / "new"
+    target = drop_in(trainer, out, stage=3, dp=3)
+    left = {note for note in target.notes if note.startswith("left out")}
+    assert left == {
+        (
+            "left out, links to a folder that they lie in: adapter/round, adapter/up, "
+            "twin/round, twin/up"
+        ),
+        (
+            "left out, links that lead out of the folder (copy what they point to): "
+            "cache, passwd.txt, root"
+        ),
+        "left out, links that lead nowhere: gone, self",
+        "left out, no regular files: pipe",
+        "left out, of which the output has its own: reshard_manifest.json",
+        "left out, of ranks of another topology: rng_state_0.pth, rng_state_1.pth",
+        "left out, other checkpoints (convert each): step2",
+        "left out, empty folders: void/within",
+    }
+    held = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    beside = {name for name in held if not name.startswith("step3/")}
+    followed = {"again.json", "twin/adapter_config.json"}
+    assert beside == {*CARRIED, *followed, "latest", "reshard_manifest.json"}
+    assert (out / "again.json").read_bytes() == CARRIED["trainer_state.json"]
+    assert (out / "reshard_manifest.json").read_bytes() != b"{}"
+
+
+def test_many_names_are_not_all_said(trainer: Path, tmp_path: Path) -> None:
+    for k in range(20):
+        (trainer / f"link{k:02}").symlink_to("nowhere")
+    target = drop_in(trainer, tmp_path / "new", stage=3, dp=3)
+    (note,) = (note for note in target.notes if "nowhere" in note)
+    assert note.endswith(": " + ", ".join(f"link{k:02}" for k in range(16)) + " and 4 more")

@@ -29,6 +29,7 @@ from reshard.cli.pictures.scene import (
 from reshard.cli.pictures.sheets import Block, Box, Placed, place
 from reshard.cli.text import visible
 from reshard.cli.units import counted, format_bytes, format_count, format_shape
+from reshard.geometry.holes import holes_of
 from reshard.geometry.notation import ranks_text
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class _Drawing:
         self.shards_x = self.box.x + max(_LEAST_SIDE, self.box.width) + _GAP
         self.width = self.shards_x + _SHARDS_WIDTH + self.margin
         self.notes: list[str] = []
-        self.holes = sum(map(len, tensor.map.uncovered_offsets()))
+        self.holes = holes_of(tensor.map.table.link, tensor.map.numel).numel
 
     def scene(self) -> Scene:
         """Draw everything."""

@@ -33,6 +33,7 @@ from reshard.formats.torch_archive import (
     short_repr,
 )
 from reshard.geometry import AffinePiece, ParamAffineMap
+from reshard.geometry.holes import holes_of
 from reshard.layouts.builders import row_major_strides
 
 Strides = tuple[int, ...]
@@ -275,7 +276,8 @@ def _hole(entry: TensorEntry, chunks: Sequence[Chunk]) -> tuple[int, ...]:
     """Index of the first element that no chunk holds."""
     nowhere = Region("", 0, 0)
     stored = [_Stored(chunk, row_major_strides(chunk.sizes), nowhere) for chunk in chunks]
-    offset = _map(entry.shape, stored).uncovered_offsets()[0].start
+    held = _map(entry.shape, stored)
+    offset = holes_of(held.table.link, held.numel).start
     return tuple(offset // step % extent for step, extent in _digits(entry.shape))
 
 

@@ -3,8 +3,8 @@
 Theory. Trainers (Hugging Face's among them) save into a folder of their own: DeepSpeed's tag folder
 with ``latest``, and beside it schedulers, trainer state, tokenizer, configuration. A run resumes
 from the whole folder, so a drop-in has all of it: the tag folder is written anew, ``latest`` names
-it, and every other file is carried byte for byte. Left out are only the files that belong to ranks
-of another topology: RNG states, one a process.
+it, and every other file is carried byte for byte. What is left out, such as files that belong to
+ranks of another topology (RNG states, one a process), is named: :mod:`trainer_folder`.
 
 A carried file is no different from a tensor: bytes of a source region that go to a target region.
 So it is added to the checkpoint as a one-dimensional tensor of bytes, and travels with the plan,
@@ -13,27 +13,20 @@ its memory bound, its digests and its crash safety.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint, Region, Role, SourceFile, StoredTensor
 from reshard.formats.deepspeed.writing.options import NativeOptions
-from reshard.formats.deepspeed.writing.rank_bound import RNG_FILE
+from reshard.formats.deepspeed.writing.trainer_folder import survey_trainer_folder
 from reshard.formats.deepspeed.writing.writer import POINTER, lay_out_deepspeed
 from reshard.formats.dtypes import DTYPES
-from reshard.formats.folders import holds_checkpoint
-from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.layouts.builders import replicated_map
 
 FILE_STATE = "file"
 """State under which a carried file is a tensor; its name is the path."""
-
-NOT_CARRIED = frozenset((POINTER, MANIFEST_NAME))
-"""Files that the output has of its own."""
 
 BYTE = DTYPES["uint8"]
 
@@ -63,15 +56,12 @@ def lay_out_drop_in(checkpoint: Checkpoint, options: NativeOptions) -> tuple[Che
     folder = Path(checkpoint.path).parent
     _require_trainer_folder(folder, tag)
     native = lay_out_deepspeed(checkpoint, tag=tag, options=options)
-    same = _same_world(checkpoint, options)
-    carried = [path for path in _files(folder) if same or not RNG_FILE.fullmatch(path.name)]
-    left = [path.name for path in _files(folder) if path not in carried]
-    tensors = {tensor.key: tensor for tensor in map(_as_tensor, carried)}
+    beside = survey_trainer_folder(folder, tag, same_ranks=_same_world(checkpoint, options))
+    tensors = {tensor.key: tensor for tensor in map(_as_tensor, beside.carried)}
     files = [replace(file, path=f"{tag}/{file.path}") for file in native.files]
     files.append(_literal_file(POINTER, tag.encode()))
-    files += (_carried_file(path, folder) for path in carried)
-    said = (f"left out, of ranks of another topology: {', '.join(left)}",) if left else ()
-    target = replace(native, files=tuple(files), pointer=None, notes=(*native.notes, *said))
+    files += (_carried_file(path, folder) for path in beside.carried)
+    target = replace(native, files=tuple(files), pointer=None, notes=(*native.notes, *beside.notes))
     return _with_files(checkpoint, tensors), target
 
 
@@ -89,17 +79,6 @@ def _require_trainer_folder(folder: Path, tag: str) -> None:
 def _same_world(checkpoint: Checkpoint, options: NativeOptions) -> bool:
     source = checkpoint.topology
     return (source.dp, source.tp, source.pp) == (options.dp, options.tp, options.pp)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The trainer's files, in order; folders that hold a checkpoint are not entered."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = Path(entry.path)
-        if entry.is_dir():
-            if not holds_checkpoint(path):
-                yield from _files(path)
-        elif entry.is_file() and entry.name not in NOT_CARRIED:
-            yield path
 
 
 def _as_tensor(path: Path) -> StoredTensor:
