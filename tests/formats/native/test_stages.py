@@ -12,6 +12,7 @@ import reshard
 from reshard.errors import LayoutError, UnsupportedError, UsageError
 from reshard.formats.checkpoint import Checkpoint, Extra
 from reshard.formats.deepspeed.writing import NativeOptions, lay_out_deepspeed
+from reshard.formats.dtypes import DTYPES
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.registry import open_checkpoint
 from tests.formats.native.sources import compared, content, converted, made_up
@@ -35,6 +36,14 @@ def test_the_files_are_deepspeeds_own(case: Case, tmp_path: Path) -> None:
         for file in (mine, theirs):
             file.pop("checkpoint_parallel_dimensions", None)
         assert mine == theirs, name
+
+
+def test_a_pipeline_in_bf16_is_not_written_without_zero(tmp_path: Path) -> None:
+    source = case_named(LAYERS).path
+    half = converted(source, tmp_path, stage=1, dp=1, pp=2, dtype=DTYPES["bfloat16"])
+    with pytest.raises(UnsupportedError, match=r"pipeline in bf16 .* next: choose --stage 1"):
+        converted(half, tmp_path / "out", stage=0, dp=1, pp=2)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,19 @@ def require_plain(contents: Contents) -> None:
     Raises
     ------
     UnsupportedError
-        When masters are not in single precision, the optimizer is one that keeps flat groups, or
+        When it is a pipeline in bf16, masters are not in single precision, the optimizer is one
+        that keeps flat groups, or
         fp16 would need a loss scaler that the source does not have.
     """
     if not _keeps_masters(contents):
         return
+    if contents.pipeline is not None and contents.model_dtype.name == "bfloat16":
+        # engine.py, _do_optimizer_sanity_check: pipeline_parallelism and bf16 give BF16_Optimizer
+        raise UnsupportedError(
+            "a pipeline in bf16 without ZeRO has a BF16_Optimizer, whose files are not written",
+            found="--stage 0",
+            next_step="choose --stage 1",
+        )
     for name, held in contents.held.items():
         if held.master.name != "float32" or contents.dtypes[name] != contents.model_dtype:
             raise UnsupportedError(
