@@ -16,7 +16,7 @@ from tests.formats.native.sources import converted
 from tests.truth import Case, case_named
 
 PAGE = (Path(__file__).parents[3] / "docs" / "native.md").read_text()
-COMMANDS = re.findall(r"^\$ reshard (convert .*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^\$ reshard (convert .*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
 SOURCES = [
     "golden/odd_z1_dp2_fp32",
     "golden/llama_z1_tp2dp2_fp32",

@@ -38,8 +38,7 @@ def require_plain(contents: Contents) -> None:
     ------
     UnsupportedError
         When it is a pipeline in bf16, masters are not in single precision, the optimizer is one
-        that keeps flat groups, or
-        fp16 would need a loss scaler that the source does not have.
+        that keeps flat groups, or fp16 would need a loss scaler that the source does not have.
     """
     if not _keeps_masters(contents):
         return
