@@ -171,10 +171,9 @@ class TestFirst:
     ) -> None:
         changes = {1: {6: 2.5, 7_500: 1.5, 20_999: 3.5}}
         checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), changes)
-        rows = {0: (0, 20), 1: (10, 20)}  # rank 1 has the middle of what rank 0 has, and the end
-        layout = ParamAffineMap(
+        layout = ParamAffineMap(  # rows 0 to 20 and 10 to 30: both have the middle ones
             full.shape,
-            {rank: (count, 700) for rank, (_, count) in rows.items()},
+            {0: (20, 700), 1: (20, 700)},
             {
                 0: (
                     AffinePiece((10, 700), 0, (700, 1), 0, (700, 1), (0,)),
@@ -189,6 +188,22 @@ class TestFirst:
         job = plan(checkpoint, target_for(checkpoint, {KEY: layout}), replicas="first")
         (finding,) = execute(job, tmp_path / "out", workers=2, max_memory=MIB).replicas
         assert (finding.count, finding.first) == (3, 6)
+
+    def test_sources_are_not_read_again_once_the_output_has_its_name(
+        self, tmp_path: Path, full: Array
+    ) -> None:
+        checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), {1: {5: 1.5}})
+        files = {Path(region.file) for region in checkpoint.tensors[KEY].regions.values()}
+
+        def overwritten(stage: str) -> None:
+            if stage == "renamed":
+                for file in files:
+                    file.write_bytes(bytes(file.stat().st_size))
+
+        job = plan(checkpoint, target_for(checkpoint), replicas="first")
+        report = execute(job, tmp_path / "out", workers=1, max_memory=MIB, stage=overwritten)
+        assert [finding.count for finding in report.replicas] == [1]
+        assert not any(any(file.read_bytes()) for file in files)
 
     def test_the_manifest_tells_too(self, tmp_path: Path, full: Array) -> None:
         checkpoint = drifted(tmp_path / "in", full, replicated(full.shape, 2), {1: {5: 1.5}})

@@ -242,7 +242,7 @@ class _Run:
             if not self._is_published(found):
                 return None
             kept = len(found.records.slots)
-            findings = self._findings(found.records)
+            findings = read_manifest(self.staging.destination).findings
             return self._report(kept, kept, self._nbytes(found.records), findings, continued=True)
         # Its journal is the first that goes when it cleans up, so the manifest must speak.
         try:
@@ -289,14 +289,15 @@ class _Run:
                 self._prepare(found)
                 self._fill(journal, records)
                 self.stage("filled")
+                findings = self._findings(records)
                 self.sources.check_unchanged()
-                self._complete(journal, records, fingerprints)
+                self._complete(journal, records, fingerprints, findings)
         except BaseException as error:
             self._clean_up(error)
             raise
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
-        findings, continued = self._findings(records), found is not None
-        return self._report(len(records.slots), kept, kept_nbytes, findings, continued=continued)
+        done, continued = len(records.slots), found is not None
+        return self._report(done, kept, kept_nbytes, findings, continued=continued)
 
     def _nbytes(self, records: Records) -> int:
         """Bytes of the slots that are finished."""
@@ -357,11 +358,15 @@ class _Run:
         finally:
             output.abandon()
 
-    def _complete(self, journal: Journal, records: Records, fingerprints: Fingerprints) -> None:
+    def _complete(
+        self,
+        journal: Journal,
+        records: Records,
+        fingerprints: Fingerprints,
+        findings: Sequence[ReplicaFinding],
+    ) -> None:
         """Write the manifest, make everything durable, and say so in the journal."""
-        text = manifest_text(
-            self.plan, records, fingerprints, self._findings(records), __version__
-        ).encode()
+        text = manifest_text(self.plan, records, fingerprints, findings, __version__).encode()
         (self.staging.data / MANIFEST_NAME).write_bytes(text)
         self.stage("manifest")
         if self.budget.fsync:
