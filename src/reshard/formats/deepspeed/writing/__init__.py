@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.first_use import looked_up
 from reshard.formats.deepspeed.writing.options import MODEL_DTYPES, NativeOptions
 
 if TYPE_CHECKING:
@@ -26,8 +27,5 @@ __all__ = ["MODEL_DTYPES", "NativeOptions", "lay_out_deepspeed"]
 
 def __getattr__(name: str) -> object:
     """Import the writer when it is first asked for: the options are needed by every conversion."""
-    if name != "lay_out_deepspeed":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from reshard.formats.deepspeed.writing.writer import lay_out_deepspeed
-
-    return lay_out_deepspeed
+    homes = {"lay_out_deepspeed": "reshard.formats.deepspeed.writing.writer"}
+    return looked_up(name, homes, globals())

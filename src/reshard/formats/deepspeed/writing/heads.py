@@ -75,8 +75,8 @@ def heads_note(options: NativeOptions, source: Source, cuts: Mapping[str, Cut]) 
 def _by_heads(cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Cut]]:
     """The parameters that are cut and of whose widths AutoTP lets heads decide."""
     for name, cut in cuts.items():
-        whole = cut.map.logical_shape
-        if follows_heads(name) and any(shape != whole for shape in cut.shapes.values()):
+        whole, layer = cut.map.logical_shape, name.rpartition(".")[0]
+        if follows_heads(layer) and any(shape != whole for shape in cut.shapes.values()):
             yield name, cut
 
 
