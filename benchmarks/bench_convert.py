@@ -1,8 +1,8 @@
 """Conversion at real size, beside `cp -r` and DeepSpeed's converter, in one run.
 
 Theory. The limit of a conversion is moving the bytes once, and `cp -r` is what moving them once
-costs on this machine, now. So every round measures all contenders one after the other on the same
-disk with the source in the page cache, and the figures are medians over rounds:
+costs on this machine, now. So every round measures all contenders, in an order of its own, on the
+same disk with the source in the page cache, and the figures are medians over rounds:
 
 * `cp -r` against `reshard convert --no-fsync` (neither waits for the disk);
 * `cp -r` and `sync` of its files against `reshard convert` (both are durable at the end);
@@ -16,7 +16,8 @@ To be fair to all, before each run (1) the file system is synced, so nobody pays
 pages; (2) as much memory as the run will fill is touched and freed, because a virtual machine that
 gives free memory back to its host makes whoever touches it first pay for that; (3) old outputs are
 emptied and set aside rather than removed, because ext4 does not reuse inodes for minutes after they
-were freed and searches past them, a millisecond for every file that is created.
+were freed and searches past them, a millisecond for every file that is created. What remains is how
+warm the memory is that the last contender has left, so nobody always follows the same one.
 
 ``python benchmarks/bench_convert.py --size quick`` (about 2.4 GB a case) or ``--size full`` (over 4
 GB). With ``--native STAGE,DP`` reshard writes a native checkpoint of that topology instead, which
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import shutil
 import statistics
@@ -210,18 +212,18 @@ def touched(nbytes: int) -> None:
 def rounds(
     case: str, size: str, root: Path, repeat: int, names: list[str], native: str | None
 ) -> dict[str, list[Run]]:
-    """All contenders, several times round."""
+    """All contenders, several times round, each time in another order (the same in every run)."""
     source = prepared(case, size, root)
     out, spent = root / "out" / "step3_universal", root / "spent"
     out.parent.mkdir(exist_ok=True)
     size_bytes = sum(path.stat().st_size for path in source.rglob("*.pt"))
     found: dict[str, list[Run]] = {name: [] for name in names}
-    for _ in range(repeat):
-        for name, run in contenders(source, out, root, native).items():
-            if name in found:
-                cleared(out, spent)
-                touched(size_bytes + (1 << 30))
-                found[name].append(run())
+    every = contenders(source, out, root, native)
+    for number in range(repeat):
+        for name in random.Random(number).sample(names, len(names)):
+            cleared(out, spent)
+            touched(size_bytes + (1 << 30))
+            found[name].append(every[name]())
     cleared(out, spent)
     return found
 

@@ -48,11 +48,16 @@ def state_path(name: str, state: str) -> str:
     for part in path.split("/"):
         if part in ("", ".", "..") or "\0" in part or "\\" in part:
             raise _unsafe(name, state)
-        if any("\ud800" <= character <= "\udfff" for character in part):
-            raise _unsafe(name, state, "a lone surrogate, which is no text")
-        if len(part.encode("utf-8")) > _LONGEST:
+        if _encoded_nbytes(name, state, part) > _LONGEST:
             raise _unsafe(name, state, f"a name of over {_LONGEST} bytes")
     return path
+
+
+def _encoded_nbytes(name: str, state: str, part: str) -> int:
+    try:
+        return len(part.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise _unsafe(name, state, "a lone surrogate, which is no text") from None
 
 
 def _unsafe(name: str, state: str, found: str | None = None) -> CheckpointError:
