@@ -16,8 +16,8 @@ from torch import distributed, nn
 
 from scripts.deepspeed_lab import mixtures
 from scripts.deepspeed_lab.native_mixture import EXPERTS, WIDTH, Pair, let_gloo_gather_tokens
-from scripts.deepspeed_lab.pipelines import Embed, _head, _loss, _run
-from scripts.deepspeed_lab.recipe import BASE_CONFIG, GLOBAL_BATCH, TAG
+from scripts.deepspeed_lab.pipelines import _run, piped, settings
+from scripts.deepspeed_lab.recipe import TAG
 from scripts.deepspeed_lab.results import Mixed
 from scripts.deepspeed_lab.topologies import MixRecipe, PipeRecipe
 
@@ -75,8 +75,7 @@ def _mixtral() -> Any:
 
 def _engine(recipe: PipeRecipe, seed: int) -> Any:
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from deepspeed.pipe import LayerSpec
 
     torch.manual_seed(seed)
     let_gloo_gather_tokens()
@@ -87,34 +86,13 @@ def _engine(recipe: PipeRecipe, seed: int) -> Any:
         else LayerSpec(ExpertBlock, recipe.ep, experts=experts)
         for experts in (EXPERTS, 2 * EXPERTS, EXPERTS)
     )
-    layers = [
-        TiedLayerSpec("embed", Embed, tied_weight_attr=["table.weight"]),
-        first,
-        second,
-        LayerSpec(nn.Linear, WIDTH, WIDTH),
-        last,
-        TiedLayerSpec("embed", Embed, forward_fn=_head, tied_weight_attr=["table.weight"]),
-    ]
-    model = PipelineModule(
-        layers=layers,
-        topology=PipeModelDataParallelTopology(recipe.pp, recipe.tp, recipe.dp),
-        loss_fn=_loss,
-        seed_layers=True,
-        base_seed=seed,
-        partition_method="uniform",
-    )
+    model = piped([first, second, LayerSpec(nn.Linear, WIDTH, WIDTH), last], recipe, seed)
     if recipe.tp > 1:
         model.universal_checkpoint_info = {
             "universal_checkpoint_version": 0.2,
             "tp_replicated_parameter_patterns": [r".*"],
         }
-    config: dict[str, Any] = {
-        **BASE_CONFIG,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": GLOBAL_BATCH // recipe.dp,
-        "zero_optimization": {"stage": recipe.stage},
-        "pipeline": {"activation_checkpoint_interval": 0},
-    }
+    config = settings(recipe)
     arguments: dict[str, Any] = {}
     if recipe.auto:
         model.config = mixtral

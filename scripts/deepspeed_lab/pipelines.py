@@ -141,19 +141,17 @@ def universal_info() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ the engine
 
 
-def _engine(recipe: PipeRecipe, seed: int, *, load_universal: bool) -> Any:
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+def piped(between: list[Any], recipe: PipeRecipe, seed: int) -> Any:
+    """A pipeline of layers between an embedding and the head that shares its table."""
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    torch.manual_seed(seed)
-    group = _tensor_group(recipe)
     layers = [
         TiedLayerSpec("embed", Embed, tied_weight_attr=["table.weight"]),
-        *(LayerSpec(Block, recipe.tp, group) for _ in range(3)),
-        LayerSpec(nn.LayerNorm, WIDTH),
+        *between,
         TiedLayerSpec("embed", Embed, forward_fn=_head, tied_weight_attr=["table.weight"]),
     ]
-    model = PipelineModule(
+    return PipelineModule(
         layers=layers,
         topology=PipeModelDataParallelTopology(recipe.pp, recipe.tp, recipe.dp),
         loss_fn=_loss,
@@ -161,13 +159,27 @@ def _engine(recipe: PipeRecipe, seed: int, *, load_universal: bool) -> Any:
         base_seed=seed,
         partition_method="uniform",
     )
-    config = {
+
+
+def settings(recipe: PipeRecipe) -> dict[str, Any]:
+    """DeepSpeed's configuration for a pipeline."""
+    return {
         **BASE_CONFIG,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": GLOBAL_BATCH // recipe.dp,
         "zero_optimization": {"stage": recipe.stage},
         "pipeline": {"activation_checkpoint_interval": 0},
     }
+
+
+def _engine(recipe: PipeRecipe, seed: int, *, load_universal: bool) -> Any:
+    from deepspeed.pipe import LayerSpec
+
+    torch.manual_seed(seed)
+    group = _tensor_group(recipe)
+    blocks = [LayerSpec(Block, recipe.tp, group) for _ in range(3)]
+    model = piped([*blocks, LayerSpec(nn.LayerNorm, WIDTH)], recipe, seed)
+    config = settings(recipe)
     if load_universal:
         config["checkpoint"] = {"load_universal": True}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

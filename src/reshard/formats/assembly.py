@@ -51,7 +51,7 @@ class Located:
 _Geometry = tuple[ParamAffineMap, tuple[tuple[int, tuple[tuple[int, int], ...]], ...]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Assembler:
     """Composes outer maps with stretches, each geometry once.
 

@@ -14,6 +14,7 @@ Source: `engine.py` (`save_checkpoint`, `_save_moe_checkpoint`), `runtime/pipe/e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from reshard.formats.deepspeed.expert_files import tensors_of
 from reshard.formats.deepspeed.expert_reading import Experts
@@ -52,8 +53,7 @@ def pipeline_with_experts(
         return None
     held = [dict(_tensors(model, experts, stage)) for stage, model in enumerate(firsts)]
     owners = [dict.fromkeys(split_owner(name)[0] for name in names) for names in held]
-    known = {owner for of_stage in owners for owner in of_stage}
-    if not all(owner.isdecimal() or owner.startswith(TIED) for owner in known):
+    if not all(map(_is_of_pipeline, chain(*owners))):
         return None
     stages = tuple(
         PipelineStage((), model.buffer_names & set(names))
@@ -62,10 +62,14 @@ def pipeline_with_experts(
     named = [list(group) for group in groups]
     having = {
         name: {number for number, known in enumerate(owners) if split_owner(name)[0] in known}
-        for group in named
-        for name in group
+        for name in chain(*named)
     }
     return Pipeline(_layers(held), stages).held_by_stages(named, having)
+
+
+def _is_of_pipeline(owner: str) -> bool:
+    """Whether a module is a numbered layer or a tied one."""
+    return owner.isdecimal() or owner.startswith(TIED)
 
 
 def _layers(held: Iterable[Mapping[str, DType]]) -> tuple[PipelineLayer, ...]:

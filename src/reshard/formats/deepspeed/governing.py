@@ -29,7 +29,7 @@ from reshard.layouts.builders import replicated_map
 Shape = tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Governor:
     """Finds the map of every parameter over its columns.
 

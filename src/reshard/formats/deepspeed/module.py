@@ -103,7 +103,7 @@ def zero3_tensors(
     autoep: AutoEP | None,
 ) -> Iterator[ModuleTensor]:
     """Frozen parameters and buffers of ZeRO-3; `models` are by `(dp, mp)`."""
-    first, dp, tp = models[0, 0], grid.dp, grid.mp
+    dp, tp = grid.dp, grid.mp
     frozen = dict.fromkeys(name for model in models.values() for name in model.frozen_shapes)
     fused = autoep.by_name if autoep is not None else {}
     for name in frozen:
@@ -114,21 +114,20 @@ def zero3_tensors(
         else:
             yield _frozen_zero3(name, models, dp, tp, untouched)
     for name in dict.fromkeys(name for m in models.values() for name in m.module or {}):
-        if name in trained or name in aliases or name in frozen:
-            continue
-        if not any(name in model.buffer_names for model in models.values()):
-            raise CheckpointError(
-                "a parameter is listed in the model, and nowhere are its values",
-                file=first.file,
-                parameter=name,
-                next_step="the run left it out of the checkpoint (exclude_frozen_parameters)",
-            )
-        yield ModuleTensor(name, Role.BUFFER, _buffers_zero3(name, models, dp, tp))
+        if name not in trained and name not in aliases and name not in frozen:
+            yield ModuleTensor(name, Role.BUFFER, _buffers_zero3(name, models, dp, tp))
 
 
 def _buffers_zero3(
     name: str, models: Mapping[tuple[int, int], ModelStates], dp: int, tp: int
 ) -> dict[int, ModuleShard]:
+    if not any(name in model.buffer_names for model in models.values()):
+        raise CheckpointError(
+            "a parameter is listed in the model, and nowhere are its values",
+            file=models[0, 0].file,
+            parameter=name,
+            next_step="the run left it out of the checkpoint (exclude_frozen_parameters)",
+        )
     shards = {}
     for column in range(tp):
         holders = [

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from reshard.errors import CheckpointError, MissingFileError
 from reshard.formats.deepspeed.expert_files import (
@@ -37,6 +38,9 @@ from reshard.formats.torch_archive import TensorRecord
 EXPERTS_ARE_CUT = "experts_are_cut"
 """Key of the extra that says whether tensor ranks have parts of every native expert, or experts are
 whole and spread over all ranks; absent where there is one tensor rank."""
+
+_File = tuple[str, Mapping[str, TensorRecord]]
+"""Path and tensors of the file of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class NativeLayer:
 
     number: int
     prefix: str
-    experts: Mapping[int, Mapping[int, tuple[str, Mapping[str, TensorRecord]]]]
+    experts: Mapping[int, Mapping[int, _File]]
     is_spread: bool = False
 
     @property
@@ -66,7 +70,7 @@ class NativeLayer:
         """Number of experts of the layer."""
         return len(self.experts)
 
-    def file_of(self, expert: int, mp: int) -> tuple[str, Mapping[str, TensorRecord]]:
+    def file_of(self, expert: int, mp: int) -> _File:
         """Path and tensors of an expert: those of a column, or the only ones where it is spread."""
         held = self.experts[expert]
         return next(iter(held.values())) if self.is_spread else held[mp]
@@ -144,18 +148,20 @@ def _read_layer(
     held = {expert: found for (layer, expert), found in files.items() if layer == number}
     total = max(held, default=0) + 1 if count is None else count
     is_spread = len(ranks) > 1 and all(len(found) == 1 for found in held.values())
-    experts: dict[int, dict[int, tuple[str, Mapping[str, TensorRecord]]]] = {}
-    prefixes: set[str] = set()
+    experts: dict[int, dict[int, _File]] = {}
     for expert in range(total):
         by_rank = {file.mp: file.path for file in held.get(expert, ())}
         wanted = [mp for mp in ranks if mp in by_rank][:1] or ranks[:1] if is_spread else ranks
-        for mp in wanted:
-            if mp not in by_rank:
-                raise _missing(folder, number, expert, mp, total)
-            tensors = tensors_of(by_rank[mp])
-            _require_expert(tensors, expert, str(by_rank[mp]))
-            prefixes.update(split_name(name)[0] for name in tensors)
-            experts.setdefault(expert, {})[mp] = (str(by_rank[mp]), tensors)
+        lost = [mp for mp in wanted if mp not in by_rank]
+        if lost:
+            raise _missing(folder, number, expert, lost[0], total)
+        experts[expert] = {mp: _read_expert(by_rank[mp], expert) for mp in wanted}
+    prefixes = {
+        split_name(name)[0]
+        for holders in experts.values()
+        for _, tensors in holders.values()
+        for name in tensors
+    }
     extra = [
         file.path
         for expert, found in held.items()
@@ -166,6 +172,12 @@ def _read_layer(
         odd = extra[0] if extra else next(iter(experts[0].values()))[0]
         raise _mixed(odd, total, ranks, prefixes)
     return NativeLayer(number, prefixes.pop(), experts, is_spread)
+
+
+def _read_expert(path: Path, expert: int) -> _File:
+    tensors = tensors_of(path)
+    _require_expert(tensors, expert, str(path))
+    return str(path), tensors
 
 
 def _mixed(

@@ -55,7 +55,7 @@ class LayerFile:
     tensors: Mapping[str, TensorRecord]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Names:
     """What the model-state files list, over all stages.
 

@@ -213,20 +213,7 @@ class _Survey:
             self._wrong("the files state more ranks than any run has", self.folder.path, _MOVE)
             return {}, set()
         held = {kind: self._cells(kind) for kind in _GRID}
-        every = [(d, m) for d in range(dp) for m in range(mp)]
-        wanted: dict[FileKind, list[Cell]] = {FileKind.OPTIMIZER: every}
-        if not held[FileKind.OPTIMIZER]:
-            wanted.pop(FileKind.OPTIMIZER)  # by right or not: the reader knows
-        if held[FileKind.ZERO3_MODEL] and not held[FileKind.MODEL]:
-            wanted[FileKind.ZERO3_MODEL] = every
-        elif held[FileKind.MODEL] and not held[FileKind.ZERO3_MODEL]:
-            wanted[FileKind.MODEL] = [(0, m) for m in range(mp)]
-        elif held[FileKind.MODEL]:
-            self._wrong(
-                "model-state files of ZeRO-3 and of another stage lie in one folder",
-                self.folder.path,
-                "one set is left over from another run; move it away",
-            )
+        wanted = self._wanted(held, dp, mp)
         missing = {
             kind: [cell for cell in cells if cell not in held[kind]]
             for kind, cells in wanted.items()
@@ -239,6 +226,26 @@ class _Survey:
         }
         self._tell_grid({kind: cells for kind, cells in missing.items() if cells}, stale, wanted)
         return missing if any(missing.values()) else {}, stale
+
+    def _wanted(
+        self, held: Mapping[FileKind, Mapping[Cell, FileName]], dp: int, mp: int
+    ) -> dict[FileKind, list[Cell]]:
+        """The cells of every kind of file that is to be there."""
+        every = [(d, m) for d in range(dp) for m in range(mp)]
+        wanted: dict[FileKind, list[Cell]] = {}
+        if held[FileKind.OPTIMIZER]:  # without any, by right or not: the reader knows
+            wanted[FileKind.OPTIMIZER] = every
+        if held[FileKind.ZERO3_MODEL] and held[FileKind.MODEL]:
+            self._wrong(
+                "model-state files of ZeRO-3 and of another stage lie in one folder",
+                self.folder.path,
+                "one set is left over from another run; move it away",
+            )
+        elif held[FileKind.ZERO3_MODEL]:
+            wanted[FileKind.ZERO3_MODEL] = every
+        elif held[FileKind.MODEL]:
+            wanted[FileKind.MODEL] = [(0, m) for m in range(mp)]
+        return wanted
 
     def _tell_grid(
         self,

@@ -42,7 +42,7 @@ from reshard.formats.torch_archive import TensorRecord
 Candidate = tuple[str, Shape]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Unsharded:
     """What the optimizers of all columns hold, by state: tensors cut over columns, and scalars.
 

@@ -32,7 +32,7 @@ Label = tuple[str, ...]
 """Names a storage inside one file."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bulk:
     """The storages of one file that are still to be filled.
 
@@ -88,7 +88,7 @@ FOLDER = "archive"
 """Name of the folder inside every archive, as torch names it when it writes to a stream."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ArchiveShelf:
     """Layouts of archives whose trees are the same for several ranks; only their bulk differs.
 

@@ -129,10 +129,6 @@ class ExpertGrid:
         """Number of the shard that an EP rank has, in the cuts of its experts."""
         return ep_rank * self.tp + tp_rank if self.is_cut else ep_rank
 
-    def shard_of(self, dp_rank: int, tp_rank: int) -> int:
-        """Number of the shard that a rank has."""
-        return self.shard(self.place(dp_rank, tp_rank)[0], tp_rank)
-
     def first_holders(self, tp_rank: int) -> dict[int, int]:
         """The EP ranks that a tensor rank has, and the first data-parallel rank of each."""
         holders: dict[int, int] = {}
