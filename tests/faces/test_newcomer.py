@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard import api
+from reshard import NativeOptions, api
+from reshard.api.exports import comparable
 from reshard.cli import main
 from reshard.errors import ReplicaMismatchError, UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dtypes import spelled_dtype
 from tests.faces.test_convert import differing
 from tests.formats.edited import LLAMA, nothing, with_info
 from tests.truth import EXAMPLE, case_named
@@ -374,3 +376,51 @@ def test_shells_can_complete(
     assert main([]) == 0
     out, err = capsys.readouterr()
     assert (out.split(), err) == (offered, "")
+
+
+def test_a_folder_with_the_configuration_of_the_model_adds_something(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "served"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    report = said(capsys, "convert", EXAMPLE, out, "--to", "safetensors", "--also", model)
+    assert (out / "config.json").read_text() == '{"model_type": "llama"}'
+    assert "adds nothing" not in report
+
+
+# ------------------------------------------------------------------------------ pointers
+
+
+def test_a_pointer_file_is_the_checkpoint_it_names(tmp_path: Path, capsys: Capture) -> None:
+    ckpt = Path(shutil.copytree(EXAMPLE, tmp_path / "ckpt"))
+    said(capsys, "convert", ckpt, ckpt / "step3_universal")
+    for pointer, tag in (("latest", "step3"), ("latest_universal", "step3_universal")):
+        assert document(capsys, "inspect", ckpt / pointer)["path"] == str(ckpt / tag)
+
+
+# ------------------------------------------------------------------------------ rounding
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "dcp"])
+def test_what_was_to_be_rounded_is_verified_after_rounding(
+    to: str, tmp_path: Path, capsys: Capture
+) -> None:
+    case, out = case_named("golden/odd_z3_dp4_bf16"), tmp_path / "step3"
+    native = ("--stage", "2", "--dp", "2") if to == "deepspeed" else ()
+    words = ("convert", case.tag_path, out, "--to", to, "--dtype", "fp32", *native, "--verify")
+    report = said(capsys, *words)
+    assert ", bfloat16 in CKPT and float32 in OUT: compared" in report
+    assert "verified: the output holds what its source holds, rounded as said above" in report
+    said(capsys, "verify", case.tag_path, out, code=1)  # nobody told this one
+
+
+def test_masters_are_compared_as_they_are_beside_rounded_weights(tmp_path: Path) -> None:
+    case, out = case_named("golden/odd_z3_dp4_bf16"), tmp_path / "step3"
+    source = api.open_checkpoint(case.tag_path)
+    options = NativeOptions(stage=2, dp=2, dtype=spelled_dtype("fp16"))
+    report = api.convert(case.tag_path, out, to="deepspeed", options=options)
+    pair = comparable(source, api.open_checkpoint(out)).rounded_by(report.plan)
+    trained = {name for name, state in source.tensors if state == "exp_avg"}
+    assert pair.dtypes
+    assert not any(name in trained for name, _ in pair.dtypes)

@@ -33,6 +33,17 @@ def test_the_universal_pointer_is_followed_when_it_is_the_only_one(tmp_path: Pat
     assert resolve_folder(tmp_path).tag == "step1_universal"
 
 
+@pytest.mark.parametrize(
+    ("named", "tag"), [("latest", "step1"), ("latest_universal", "step1_universal")]
+)
+def test_a_pointer_file_that_is_named_is_followed(named: str, tag: str, tmp_path: Path) -> None:
+    saved(tmp_path, "step1", "step1_universal")
+    (tmp_path / "latest").write_text("step1")
+    (tmp_path / "latest_universal").write_text("step1_universal")
+    folder = resolve_folder(tmp_path / named)
+    assert (folder.tag, folder.pointer, folder.named) == (tag, named, None)
+
+
 @pytest.mark.parametrize("named", ["step1", f"step1/{NAME}"])
 def test_a_tag_folder_or_a_file_in_it_is_taken_as_it_is(named: str, tmp_path: Path) -> None:
     saved(tmp_path, "step1", "step2")

@@ -233,7 +233,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     report = _done(report, done, time.perf_counter() - start, told)
     if not verify:
         return report
-    pair = comparable(chosen, open_checkpoint(final))
+    pair = comparable(chosen, open_checkpoint(final)).rounded_by(job)
     found = pair.compared(workers=threads, max_memory=memory, progress=progress)
     return replace(report, comparison=found)
 

@@ -7,7 +7,8 @@ listed, and rounded weights are compared in the export's type, after the same ro
 exports, in the smaller type). A *name* that the export lacks is a difference, for nobody leaves
 weights out on purpose without saying so.
 
-Two checkpoints of which neither is an export are compared as they are, bit for bit.
+Two checkpoints of which neither is an export are compared as they are, bit for bit; what a
+conversion rounded because it was told to is compared after that rounding.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from reshard.execution import Comparison, Progress, compare
 from reshard.formats.checkpoint import Checkpoint, TensorKey
 from reshard.formats.dtypes import DType
+
+if TYPE_CHECKING:
+    from reshard.planning import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,17 @@ class Pair:
     right: Checkpoint
     dtypes: Mapping[TensorKey, DType] = field(default_factory=dict)
     not_held: Mapping[str, int] = field(default_factory=dict)
+
+    def rounded_by(self, plan: Plan) -> Pair:
+        """The pair, with what a plan rounded between the two compared in the type it gave it."""
+        given = {fill.key: fill.dtype for fill in plan.fills() if fill.stored is not None}
+        rounded = {key: dtype for key, dtype in given.items() if self._is_now(key, dtype)}
+        return replace(self, dtypes={**rounded, **self.dtypes})
+
+    def _is_now(self, key: TensorKey, dtype: DType) -> bool:
+        """Whether a tensor has a type on the right only; a master has its own on both sides."""
+        left, right = self.left.tensors.get(key), self.right.tensors.get(key)
+        return left is not None and right is not None and right.dtype == dtype != left.dtype
 
     def compared(
         self, *, workers: int, max_memory: int, progress: Progress | None = None

@@ -84,8 +84,8 @@ def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Ta
     Parameters
     ----------
     path
-        A save folder with a pointer file, a tag folder, or a file in a tag folder. Weights that
-        lie beside a pointer file are taken when a file of them is named, else the checkpoint.
+        A save folder with a pointer file, a pointer file, a tag folder, or a file in one. Weights
+        that lie beside a pointer file are taken when a file of them is named, else the checkpoint.
     also
         Further folders with ranks of the same checkpoint; each may be given like `path`.
 
@@ -101,8 +101,8 @@ def resolve_folder(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Ta
         raise MissingFileError("no such file or folder", file=given, next_step="check the path")
     folder, named = (given, None) if given.is_dir() else (given.parent, given.name)
     pointer = None
-    if not _holds_any(folder, named):
-        folder, pointer = _follow_pointer(folder)
+    if named in POINTERS or not _holds_any(folder, named):
+        folder, pointer = _follow_pointer(folder, named)
         named = None
     others = tuple(_resolve_other(other, folder) for other in also)
     return TagFolder(folder, folder.name, pointer, others, named)
@@ -123,8 +123,9 @@ def _resolve_other(path: str, first: Path) -> Path:
     return inner if not holds_checkpoint(folder) and inner.is_dir() else folder
 
 
-def _follow_pointer(folder: Path) -> tuple[Path, str]:
-    for name in POINTERS:
+def _follow_pointer(folder: Path, named: str | None) -> tuple[Path, str]:
+    """The tag folder that a pointer file names: the one the user named, else the first there is."""
+    for name in (named,) if named in POINTERS else POINTERS:
         if (folder / name).is_file():
             tag = _read_pointer(folder / name)
             if not (folder / tag).is_dir():
