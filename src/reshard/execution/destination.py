@@ -50,6 +50,12 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
             file=destination,
             next_step="choose another name",
         )
+    if destination.is_mount():
+        raise OutputError(
+            "the output is a mount point, and a finished folder cannot take its name",
+            file=destination,
+            next_step="choose a folder inside it",
+        )
     if not overwrite and any(destination.iterdir()):
         raise exists_error(destination)
     if overwrite and not _may_be_replaced(destination):
@@ -83,6 +89,17 @@ def check_apart(plan: Plan, destination: Path) -> None:
             )
 
 
+def check_pointer(plan: Plan, destination: Path) -> None:
+    """Refuse a destination beside which the name of the pointer file is a folder's."""
+    pointer = destination.parent / plan.pointer[0] if plan.pointer else None
+    if pointer is not None and pointer.is_dir() and not pointer.is_symlink():
+        raise OutputError(
+            "the name of the pointer file is taken by a folder",
+            file=pointer,
+            next_step="move it away, or choose an output in another folder",
+        )
+
+
 def check_names(plan: Plan) -> None:
     """Refuse names that leave the output folder, collide, or are too long."""
     seen: set[str] = {MANIFEST_NAME}
@@ -96,6 +113,22 @@ def check_names(plan: Plan) -> None:
         raise OutputError("a name is both an output file and a folder", file=min(both))
     if plan.pointer is not None:
         _check_path(plan.pointer[0], parts=1)
+
+
+def check_case(plan: Plan, folder: Path) -> None:
+    """Refuse names that the file system of a folder with a file `lock` in it takes for one."""
+    if not (folder / "LOCK").exists():
+        return
+    seen: dict[str, str] = {}
+    for name in (*folders_of(plan), *(file.path for file in plan.files)):
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise OutputError(
+                "two names of the output are one on this file system, which ignores case",
+                file=folder,
+                found=f"{other} and {name}",
+                next_step="choose a folder on another file system",
+            )
 
 
 def _check_path(text: str, parts: int | None = None) -> None:
