@@ -320,7 +320,8 @@ class TestResume:
         assert "norm0/fp32.0.bin" in refused.text
         assert "other bytes outside the tensors" in refused.text
         assert not staging_path(out).exists()
-        assert bench.server.run(Order(str(out), overwrite=True)).code == 0
+        result = bench.server.run(Order(str(out), resume=True, overwrite=True))
+        assert result == Outcome(0, f"tensors {TENSORS} kept 0")
         assert tree(out) == bench.whole
 
     @pytest.mark.parametrize("word", ["plan", "sources"])

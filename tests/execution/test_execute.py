@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from reshard.errors import (
     InternalError,
     MissingFileError,
     OutputError,
+    ReshardError,
     UsageError,
 )
 from reshard.execution import MANIFEST_NAME, check_manifest, execute, sizes_for, staging_path
@@ -58,6 +60,18 @@ def mixed(folder: Path) -> tuple[Keyed, Plan, Target]:
     checkpoint = write_checkpoint(folder, {k: (fulls[k], layouts[k]) for k in layouts})
     target = target_for(checkpoint)
     return fulls, plan(checkpoint, target), target
+
+
+def _allow_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let so many threads of each crew start, as a limit on tasks would."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if threading.active_count() > count:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 class TestBytes:
@@ -106,6 +120,28 @@ class TestBytes:
         for file in target.files:
             assert found[file.path] == expected_file(fulls, file)
         assert check_manifest(folder / "out", workers=1, max_memory=cap) == ()
+
+    def test_fewer_threads_than_wanted_do_the_work(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fulls, job, target = mixed(tmp_path / "in")
+        _allow_threads(monkeypatch, 1)
+        execute(job, tmp_path / "out", workers=4, max_memory=MIB)
+        found = tree(tmp_path / "out")
+        assert all(found[file.path] == expected_file(fulls, file) for file in target.files)
+
+    def test_without_a_thread_nothing_is_done(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        _allow_threads(monkeypatch, 0)
+        with pytest.raises(ReshardError) as caught:
+            execute(job, tmp_path / "out", workers=4, max_memory=MIB)
+        assert str(caught.value) == (
+            "the system starts no thread for the work; next: raise its limits on tasks and memory "
+            "(ulimit -u, ulimit -v), or lower --workers and --max-memory"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
     def test_many_tensors_in_one_file(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(3)

@@ -206,7 +206,7 @@ class _Run:
         found = self._found(identity, resume=resume, overwrite=overwrite)
         try:
             if resume:
-                finished = self._finished(found, fingerprints)
+                finished = self._finished(found, fingerprints, overwrite=overwrite)
                 if finished is not None:
                     self.staging.finish(self.plan.pointer, stage=self.stage)
                     return finished
@@ -247,7 +247,9 @@ class _Run:
         self.staging.discard()
         return None
 
-    def _finished(self, found: JournalContent | None, fingerprints: Fingerprints) -> Report | None:
+    def _finished(
+        self, found: JournalContent | None, fingerprints: Fingerprints, *, overwrite: bool
+    ) -> Report | None:
         """What an interrupted run did when all it left undone was to point at it and clean up."""
         if found is not None:
             if not self._is_published(found):
@@ -263,6 +265,8 @@ class _Run:
         if (manifest.plan, manifest.sources) != (self.plan.digest(), tuple(fingerprints)):
             return None
         changes = changes_in(self.staging.destination, self.crew)
+        if changes and overwrite:
+            return None
         if changes:
             self.staging.remove()
             raise OutputError(
