@@ -376,6 +376,23 @@ class TestDestination:
                 f"found {tmp_path / 'file'}; next: choose another folder"
             )
 
+    def test_links_in_a_circle_above_it_are_refused(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        (tmp_path / "loop").symlink_to("loop")
+        with pytest.raises(OutputError) as caught:
+            execute(job, tmp_path / "loop" / "out", workers=1, max_memory=MIB)
+        out = tmp_path / "loop" / "out"
+        older, newer = (  # Python 3.13 resolves such a path
+            f"the output would lie beneath links that lead in a circle: {out}",
+            f"the output cannot be written: {out}: found Too many levels of symbolic links",
+        )
+        said, _, step = str(caught.value).rpartition("; next: ")
+        assert (said, step) == (
+            newer if sys.version_info >= (3, 13) else older,
+            "choose another folder",
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "loop"]
+
 
 class TestSources:
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:

@@ -32,7 +32,14 @@ FOLDER_NBYTES = 4096
 def resolved(destination: str | os.PathLike[str]) -> Path:
     """The destination as an absolute path without symbolic links in its parents."""
     path = Path(destination)
-    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+    try:
+        return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+    except RuntimeError as error:  # as pathlib, before 3.13, tells links that lead in a circle
+        raise OutputError(
+            "the output would lie beneath links that lead in a circle",
+            file=path,
+            next_step="choose another folder",
+        ) from error
 
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
