@@ -376,6 +376,24 @@ class TestDestination:
                 f"found {tmp_path / 'file'}; next: choose another folder"
             )
 
+    @pytest.mark.parametrize("nbytes", [246, 247, 255])
+    def test_a_name_needs_room_for_that_of_the_work_folder(
+        self, tmp_path: Path, nbytes: int
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / ("x" * nbytes)
+        if nbytes == 246:  # `.` and `.reshard` are 9 more
+            execute(job, out, workers=1, max_memory=MIB)
+            assert MANIFEST_NAME in tree(out)
+            return
+        with pytest.raises(OutputError) as caught:
+            execute(job, out, workers=1, max_memory=MIB)
+        assert str(caught.value) == (
+            f"the name of the output is too long for the folder reshard works in: {out}: "
+            f"expected at most 246 bytes, found {nbytes}; next: choose a shorter name"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
     def test_links_in_a_circle_above_it_are_refused(self, tmp_path: Path) -> None:
         _, job, _ = mixed(tmp_path / "in")
         (tmp_path / "loop").symlink_to("loop")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import OutputError, count_text
-from reshard.execution.staging import exists_error
+from reshard.execution.staging import exists_error, staging_path
 from reshard.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -49,6 +49,16 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
     converter (a `zero` folder and nothing foreign) wrote it: a mistyped name must not cost
     somebody their work.
     """
+    over = len(os.fsencode(staging_path(destination).name)) - LONGEST_NAME
+    if over > 0:
+        nbytes = len(os.fsencode(destination.name))
+        raise OutputError(
+            "the name of the output is too long for the folder reshard works in",
+            file=destination,
+            expected=f"at most {nbytes - over} bytes",
+            found=nbytes,
+            next_step="choose a shorter name",
+        )
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_symlink() or not destination.is_dir():
