@@ -128,6 +128,36 @@ class TestKilled:
         bench.server.run(Order(str(out), at="folders", overwrite=True))
         assert tree(out) == OLD
 
+    @pytest.mark.parametrize("stage", ["complete", "renamed"])
+    def test_a_damaged_output_of_the_same_conversion_is_not_taken_for_the_new_one(
+        self, out: Path, bench: Bench, stage: str
+    ) -> None:
+        assert bench.server.run(Order(str(out))).code == 0
+        victim = out / "columns1" / "fp32.0.bin"
+        victim.write_bytes(victim.read_bytes()[:-1] + b"X")
+        assert tree(out) != bench.whole
+        order = Order(str(out), overwrite=True)
+        assert bench.server.run(replace(order, at=stage)).code == KILLED
+        result = bench.server.run(replace(order, resume=True))
+        assert result == Outcome(0, f"tensors {TENSORS} kept {TENSORS}")
+        assert tree(out) == bench.whole
+        assert not staging_path(out).exists()
+
+    def test_a_damaged_output_is_not_replaced_unasked(self, out: Path, bench: Bench) -> None:
+        bench.server.run(Order(str(out)))
+        victim = out / "norm0" / "fp32.0.bin"
+        victim.write_bytes(victim.read_bytes()[:-1] + b"X")
+        before = tree(out)
+        bench.server.run(Order(str(out), overwrite=True, at="complete"))
+        result = bench.server.run(Order(str(out), resume=True))
+        assert result == Outcome(
+            2,
+            f"OutputError: the output exists already: {out}; "
+            "next: choose another name, or replace it with --overwrite",
+        )
+        assert tree(out) == before
+        assert finished(out) == TENSORS
+
     @pytest.mark.parametrize("seed", range(MOMENTS))
     def test_at_a_random_moment(self, out: Path, bench: Bench, seed: int) -> None:
         moment = random.Random(seed).uniform(0, 30)
@@ -216,6 +246,29 @@ class TestResume:
         assert bench.server.run(Order(str(out), overwrite=True)).code == 0
         assert tree(out) == bench.whole
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "[" * 100_000,
+            '["slot",-1,0,1,["x"],[]]',
+            '["slot",0,-1,1,["x"],[]]',
+            '["file",-1,"x"]',
+        ],
+        ids=["deep", "slot of no file", "no slot", "no file"],
+    )
+    def test_a_line_that_no_run_wrote_ends_the_journal(
+        self, out: Path, bench: Bench, line: str
+    ) -> None:
+        bench.server.run(Order(str(out), at="filled"))
+        journal = staging_path(out) / "journal"
+        lines = journal.read_text().split("\n")
+        half = len(lines) // 2
+        journal.write_text("\n".join([*lines[:half], line, *lines[half:]]))
+        found = read_journal(journal)
+        assert found is not None
+        assert len(found.records.slots) + len(found.records.files) == half - 1
+        check_resume(bench, out)
+
     def test_a_line_cut_off_does_not_spoil_the_next_run(self, out: Path, bench: Bench) -> None:
         bench.server.run(Order(str(out), at="filled"))
         journal = staging_path(out) / "journal"
@@ -267,7 +320,8 @@ class TestResume:
         assert "norm0/fp32.0.bin" in refused.text
         assert "other bytes outside the tensors" in refused.text
         assert not staging_path(out).exists()
-        assert bench.server.run(Order(str(out), overwrite=True)).code == 0
+        result = bench.server.run(Order(str(out), resume=True, overwrite=True))
+        assert result == Outcome(0, f"tensors {TENSORS} kept 0")
         assert tree(out) == bench.whole
 
     @pytest.mark.parametrize("word", ["plan", "sources"])
@@ -335,6 +389,34 @@ class TestLock:
         execute(job_of(tmp_path / "in"), out, workers=1, max_memory=MIB)
         assert tree(out) == bench.whole
         assert [path.name for path in staging_path(out).iterdir()] == ["lock"]
+
+    @pytest.mark.parametrize("kind", ["a file", "a link"])
+    def test_a_stranger_in_place_of_the_folder_is_not_touched(
+        self, tmp_path: Path, out: Path, bench: Bench, kind: str
+    ) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        if kind == "a file":
+            staging_path(out).write_text("mine")
+        else:
+            staging_path(out).symlink_to(elsewhere)
+        for words in (Order(str(out)), Order(str(out), resume=True, overwrite=True)):
+            assert bench.server.run(words) == Outcome(
+                2,
+                "OutputError: the name of the folder reshard works in is taken by something else: "
+                f"{staging_path(out)}: found {kind}; next: move it away",
+            )
+        assert list(elsewhere.iterdir()) == []
+        assert staging_path(out).is_symlink() or staging_path(out).read_text() == "mine"
+
+    def test_a_lock_that_leads_elsewhere_is_refused(self, out: Path, bench: Bench) -> None:
+        staging_path(out).mkdir()
+        (staging_path(out) / "lock").symlink_to("/not/there/at/all")
+        assert bench.server.run(Order(str(out))) == Outcome(
+            2,
+            f"OutputError: the output cannot be written: {out}: "
+            "found Too many levels of symbolic links; next: choose another folder",
+        )
 
     def test_a_stranger_s_folder_is_not_touched(self, out: Path, bench: Bench) -> None:
         staging_path(out).mkdir()

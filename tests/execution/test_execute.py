@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import (
+    ArchiveError,
     CheckpointError,
     InternalError,
     MissingFileError,
     OutputError,
+    ReshardError,
     UsageError,
 )
 from reshard.execution import MANIFEST_NAME, check_manifest, execute, sizes_for, staging_path
 from reshard.execution.buffers import KIB, MIB, BufferPool, workspaces
+from reshard.execution.destination import check_case
 from reshard.formats.target import OutputFile, Target
 from reshard.geometry import ParamAffineMap
 from reshard.planning import Plan, plan
@@ -56,6 +60,18 @@ def mixed(folder: Path) -> tuple[Keyed, Plan, Target]:
     checkpoint = write_checkpoint(folder, {k: (fulls[k], layouts[k]) for k in layouts})
     target = target_for(checkpoint)
     return fulls, plan(checkpoint, target), target
+
+
+def _allow_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let so many threads of each crew start, as a limit on tasks would."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if threading.active_count() > count:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 class TestBytes:
@@ -104,6 +120,28 @@ class TestBytes:
         for file in target.files:
             assert found[file.path] == expected_file(fulls, file)
         assert check_manifest(folder / "out", workers=1, max_memory=cap) == ()
+
+    def test_fewer_threads_than_wanted_do_the_work(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fulls, job, target = mixed(tmp_path / "in")
+        _allow_threads(monkeypatch, 1)
+        execute(job, tmp_path / "out", workers=4, max_memory=MIB)
+        found = tree(tmp_path / "out")
+        assert all(found[file.path] == expected_file(fulls, file) for file in target.files)
+
+    def test_without_a_thread_nothing_is_done(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        _allow_threads(monkeypatch, 0)
+        with pytest.raises(ReshardError) as caught:
+            execute(job, tmp_path / "out", workers=4, max_memory=MIB)
+        assert str(caught.value) == (
+            "the system starts no thread for the work; next: raise its limits on tasks and memory "
+            "(ulimit -u, ulimit -v), or lower --workers and --max-memory"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
     def test_many_tensors_in_one_file(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(3)
@@ -270,6 +308,52 @@ class TestDestination:
         with pytest.raises(OutputError, match="leave its folder"):
             execute(evil, tmp_path / "out", workers=1, max_memory=MIB)
 
+    def test_a_folder_in_the_place_of_the_pointer_is_refused_first(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        (tmp_path / "latest").mkdir()
+        with pytest.raises(OutputError) as caught:
+            execute(
+                replace(job, pointer=("latest", "out")), tmp_path / "out", workers=1, max_memory=MIB
+            )
+        assert str(caught.value) == (
+            f"the name of the pointer file is taken by a folder: {tmp_path / 'latest'}; "
+            "next: move it away, or choose an output in another folder"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "latest"]
+
+    def test_a_folder_put_there_meanwhile_is_not_replaced(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / "out"
+
+        def write_thesis(stage: str) -> None:
+            if stage == "complete":
+                out.mkdir()
+                (out / "thesis.txt").write_text("mine")
+
+        with pytest.raises(OutputError, match="a folder that no checkpoint converter wrote"):
+            execute(job, out, workers=1, max_memory=MIB, overwrite=True, stage=write_thesis)
+        assert tree(out) == {"thesis.txt": b"mine"}
+        (out / "thesis.txt").unlink()
+        report = execute(job, out, workers=1, max_memory=MIB, resume=True)
+        assert report.kept == report.tensors
+        assert check_manifest(out, workers=1, max_memory=MIB) == ()
+
+    def test_names_that_differ_in_case_need_a_file_system_that_tells_them_apart(
+        self, tmp_path: Path
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        names = ("norm/w.bin", "NORM/w.bin")
+        both = replace(job, files=tuple(replace(job.files[0], path=name) for name in names))
+        check_case(both, tmp_path)
+        (tmp_path / "LOCK").touch()  # a file `lock` as such a file system shows it
+        check_case(job, tmp_path)
+        with pytest.raises(OutputError) as caught:
+            check_case(both, tmp_path)
+        assert str(caught.value) == (
+            "two names of the output are one on this file system, which ignores case: "
+            f"{tmp_path}: found NORM and norm; next: choose a folder on another file system"
+        )
+
     def test_too_little_room_is_refused_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -291,6 +375,41 @@ class TestDestination:
                 f"the output would lie beneath something that is not a folder: {out}: "
                 f"found {tmp_path / 'file'}; next: choose another folder"
             )
+
+    @pytest.mark.parametrize("nbytes", [246, 247, 255])
+    def test_a_name_needs_room_for_that_of_the_work_folder(
+        self, tmp_path: Path, nbytes: int
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / ("x" * nbytes)
+        if nbytes == 246:  # `.` and `.reshard` are 9 more
+            execute(job, out, workers=1, max_memory=MIB)
+            assert MANIFEST_NAME in tree(out)
+            return
+        with pytest.raises(OutputError) as caught:
+            execute(job, out, workers=1, max_memory=MIB)
+        assert str(caught.value) == (
+            f"the name of the output is too long for the folder reshard works in: {out}: "
+            f"expected at most 246 bytes, found {nbytes}; next: choose a shorter name"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+    def test_links_in_a_circle_above_it_are_refused(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        (tmp_path / "loop").symlink_to("loop")
+        with pytest.raises(OutputError) as caught:
+            execute(job, tmp_path / "loop" / "out", workers=1, max_memory=MIB)
+        out = tmp_path / "loop" / "out"
+        older, newer = (  # Python 3.13 resolves such a path
+            f"the output would lie beneath links that lead in a circle: {out}",
+            f"the output cannot be written: {out}: found Too many levels of symbolic links",
+        )
+        said, _, step = str(caught.value).rpartition("; next: ")
+        assert (said, step) == (
+            newer if sys.version_info >= (3, 13) else older,
+            "choose another folder",
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "loop"]
 
 
 class TestSources:
@@ -359,3 +478,72 @@ class TestManifest:
         target.unlink()
         (out / "stranger").write_text("")
         assert found() == [("columns/fp32.0.bin", "missing", ""), ("stranger", "extra file", "")]
+
+    def test_zeros_between_the_tensors_of_a_slot_are_covered(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        norm = next(file for file in job.files if file.path == "norm/fp32.0.bin")
+        (slot,) = norm.slots
+        (fill,) = slot.fills
+        moved = replace(fill, offset=64)
+        roomy = replace(slot, nbytes=slot.nbytes + 128, fills=(moved,))
+        file = replace(norm, size=norm.size + 128, slots=(roomy,), literals=norm.literals[:1])
+        out = tmp_path / "out"
+        execute(replace(job, files=(file,)), out, workers=1, max_memory=MIB)
+        target = out / file.path
+        data = target.read_bytes()
+        for place in range(len(data)):
+            target.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            inside = 0 <= place - roomy.offset - 64 < fill.nbytes
+            expected = ("tensor", "norm") if inside else ("other bytes", "")
+            changes = check_manifest(out, workers=1, max_memory=MIB)
+            assert [(change.what, change.name) for change in changes] == [expected]
+
+    @pytest.mark.parametrize(
+        ("kind", "what"),
+        [("pipe", "cannot be read"), ("loop", "cannot be read"), ("folder", "cannot be read")],
+    )
+    def test_something_else_in_the_place_of_a_file_is_found(
+        self, tmp_path: Path, kind: str, what: str
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / "out"
+        execute(job, out, workers=1, max_memory=MIB)
+        target = out / "norm" / "fp32.0.bin"
+        target.unlink()
+        if kind == "pipe":
+            os.mkfifo(target)
+        elif kind == "loop":
+            target.symlink_to(target)
+        else:
+            target.mkdir()
+        changes = check_manifest(out, workers=1, max_memory=MIB)
+        assert [(change.file, change.what) for change in changes] == [("norm/fp32.0.bin", what)]
+
+    def test_a_file_in_the_place_of_a_folder_and_an_added_link_are_found(
+        self, tmp_path: Path
+    ) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / "out"
+        execute(job, out, workers=1, max_memory=MIB)
+        (out / "norm").rename(tmp_path / "norm")
+        (out / "norm").write_text("")
+        (out / "more").symlink_to(tmp_path / "norm")
+        changes = check_manifest(out, workers=1, max_memory=MIB)
+        assert [(change.file, change.what) for change in changes] == [
+            ("more", "extra file"),
+            ("norm", "extra file"),
+            ("norm/fp32.0.bin", "missing"),
+        ]
+
+    def test_a_tensor_beyond_its_file_is_a_malformed_manifest(self, tmp_path: Path) -> None:
+        _, job, _ = mixed(tmp_path / "in")
+        out = tmp_path / "out"
+        execute(job, out, workers=1, max_memory=MIB)
+        manifest = json.loads((out / MANIFEST_NAME).read_text())
+        manifest["tensors"][0]["offset"] = 1 << 63
+        (out / MANIFEST_NAME).write_text(json.dumps(manifest))
+        name = manifest["tensors"][0]["name"]
+        with pytest.raises(ArchiveError) as caught:
+            check_manifest(out, workers=1, max_memory=MIB)
+        assert caught.value.expected == "a tensor inside its file"
+        assert caught.value.found == json.dumps(name)

@@ -62,6 +62,15 @@ class TestFullDisk:
         execute(job, tmp_path / "undisturbed", workers=1, max_memory=MIB)
         assert tree(out) == tree(tmp_path / "undisturbed")
 
+    def test_a_mount_point_is_refused_beforehand(self, tmp_path: Path, small_disk: Path) -> None:
+        with pytest.raises(OutputError) as caught:
+            execute(job_of(tmp_path / "in"), small_disk, workers=2, max_memory=CAP)
+        assert str(caught.value) == (
+            "the output is a mount point, and a finished folder cannot take its name: "
+            f"{small_disk}; next: choose a folder inside it"
+        )
+        assert not staging_path(small_disk).exists()
+
     def test_a_limit_on_file_size_is_a_full_disk(self, tmp_path: Path) -> None:
         server = Server(tmp_path / "in")
         out = tmp_path / "out"

@@ -289,7 +289,7 @@ def test_other_arguments_are_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize(
-    ("destination", "found"), [("a\0b", "'a\\x00b'"), (5, "5"), (b"out", "b'out'")]
+    ("destination", "found"), [("a\0b", "'a\\x00b'"), ("", "''"), (5, "5"), (b"out", "b'out'")]
 )
 def test_what_is_no_path_is_no_output(destination: Any, found: str, sample: Checkpoint) -> None:
     with pytest.raises(UsageError) as caught:

@@ -146,7 +146,8 @@ def destination_of(value: object) -> Path:
     Raises
     ------
     UsageError
-        It is no path, or has a NUL in it, which no path can have.
+        It is no path, is empty, or has a NUL in it, which no path can have. An empty text, such
+        as a variable of a shell that is not set, would mean the folder one is in.
 
     Examples
     --------
@@ -156,7 +157,7 @@ def destination_of(value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise UsageError("the output is not a path", found=_shown(value))
     text = os.fspath(value)
-    if not isinstance(text, str) or "\0" in text:
+    if not isinstance(text, str) or "\0" in text or not text:
         raise UsageError("the output is not a path", found=_shown(text))
     return resolved(text)
 

@@ -31,7 +31,7 @@ from reshard.execution import (
     measured_rate,
     sizes_for,
 )
-from reshard.execution.destination import check_apart, check_free, check_names
+from reshard.execution.destination import check_apart, check_free, check_names, check_pointer
 from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, is_cut, lay_out, writer_of
@@ -278,6 +278,7 @@ def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
     """Make the checks of the destination that a run makes first."""
     check_names(job)
     check_apart(job, final)
+    check_pointer(job, final)
     check_free(final, overwrite=overwrite)
 
 

@@ -7,7 +7,8 @@ parallel, finds every later change: a bad disk, a truncated copy, a file that wa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import stat
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,11 +100,13 @@ def check_manifest(
 def changes_in(root: Path, crew: Crew) -> tuple[Change, ...]:
     """As :func:`check_manifest`, with a crew that is there already."""
     manifest = read_manifest(root)
-    known = {file.path for file in manifest.files}
+    known = {file.path: file.nbytes for file in manifest.files}
     parts: dict[str, list[ManifestPart]] = {}
     for part in manifest.parts:
         if part.file not in known:
             raise malformed(root / MANIFEST_NAME, "a tensor in a file that is listed", part.file)
+        if part.offset + part.nbytes > known[part.file]:
+            raise malformed(root / MANIFEST_NAME, "a tensor inside its file", part.name)
         parts.setdefault(part.file, []).append(part)
     changes: list[Change] = list(_extra_files(root, known))
 
@@ -121,22 +124,28 @@ def changes_in(root: Path, crew: Crew) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=lambda change: (change.file, change.name, change.state)))
 
 
-def _extra_files(root: Path, known: set[str]) -> Iterable[Change]:
+def _extra_files(root: Path, known: Container[str]) -> Iterable[Change]:
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if not path.is_dir() and name not in known and name != MANIFEST_NAME:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and name not in known and name != MANIFEST_NAME:
             yield Change(name, "extra file")
 
 
 def _changes(
     root: Path, file: ManifestFile, parts: Iterable[ManifestPart], buffer: memoryview
 ) -> list[Change]:
-    try:
-        handle = os.open(root / file.path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    try:  # a pipe in the place of the file would make a plain open wait for a writer
+        handle = os.open(root / file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
         return [Change(file.path, "missing")]
+    except OSError:
+        return [Change(file.path, "cannot be read")]
     try:
-        if os.fstat(handle).st_size != file.nbytes:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            return [Change(file.path, "cannot be read")]
+        if found.st_size != file.nbytes:
             return [Change(file.path, "size")]
         changes = [
             Change(file.path, "tensor", part.name, part.state)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from reshard.errors import ReshardError
 from reshard.execution.buffers import Workspace
 
 Task = TypeVar("Task")
@@ -112,9 +113,8 @@ class Crew:
             for number, maker in enumerate(makers)
         ]
         try:
-            for thread in threads:
-                thread.start()
-            while not shift.finished(len(threads)):
+            working = _started(threads)
+            while not shift.finished(working):
                 self._tell(shift.done, total, what)
         finally:
             shift.stop()
@@ -128,6 +128,22 @@ class Crew:
     def _tell(self, done: int, total: int, what: str) -> None:
         if self._progress is not None:
             self._progress(done, total, what)
+
+
+def _started(threads: Sequence[threading.Thread]) -> int:
+    """Start threads, as many as the system allows; how many there are changes the speed only."""
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if number:
+                return number
+            raise ReshardError(
+                "the system starts no thread for the work",
+                next_step="raise its limits on tasks and memory (ulimit -u, ulimit -v), or lower "
+                "--workers and --max-memory",
+            ) from error
+    return len(threads)
 
 
 class _Shift(Generic[Task]):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import OutputError, count_text
-from reshard.execution.staging import exists_error
+from reshard.execution.staging import exists_error, staging_path
 from reshard.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -32,7 +32,14 @@ FOLDER_NBYTES = 4096
 def resolved(destination: str | os.PathLike[str]) -> Path:
     """The destination as an absolute path without symbolic links in its parents."""
     path = Path(destination)
-    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+    try:
+        return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+    except RuntimeError as error:  # as pathlib, before 3.13, tells links that lead in a circle
+        raise OutputError(
+            "the output would lie beneath links that lead in a circle",
+            file=path,
+            next_step="choose another folder",
+        ) from error
 
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
@@ -42,6 +49,16 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
     converter (a `zero` folder and nothing foreign) wrote it: a mistyped name must not cost
     somebody their work.
     """
+    over = len(os.fsencode(staging_path(destination).name)) - LONGEST_NAME
+    if over > 0:
+        nbytes = len(os.fsencode(destination.name))
+        raise OutputError(
+            "the name of the output is too long for the folder reshard works in",
+            file=destination,
+            expected=f"at most {nbytes - over} bytes",
+            found=nbytes,
+            next_step="choose a shorter name",
+        )
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_symlink() or not destination.is_dir():
@@ -49,6 +66,12 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
             "the output is taken by something that is not a folder",
             file=destination,
             next_step="choose another name",
+        )
+    if destination.is_mount():
+        raise OutputError(
+            "the output is a mount point, and a finished folder cannot take its name",
+            file=destination,
+            next_step="choose a folder inside it",
         )
     if not overwrite and any(destination.iterdir()):
         raise exists_error(destination)
@@ -83,6 +106,17 @@ def check_apart(plan: Plan, destination: Path) -> None:
             )
 
 
+def check_pointer(plan: Plan, destination: Path) -> None:
+    """Refuse a destination beside which the name of the pointer file is a folder's."""
+    pointer = destination.parent / plan.pointer[0] if plan.pointer else None
+    if pointer is not None and pointer.is_dir() and not pointer.is_symlink():
+        raise OutputError(
+            "the name of the pointer file is taken by a folder",
+            file=pointer,
+            next_step="move it away, or choose an output in another folder",
+        )
+
+
 def check_names(plan: Plan) -> None:
     """Refuse names that leave the output folder, collide, or are too long."""
     seen: set[str] = {MANIFEST_NAME}
@@ -96,6 +130,22 @@ def check_names(plan: Plan) -> None:
         raise OutputError("a name is both an output file and a folder", file=min(both))
     if plan.pointer is not None:
         _check_path(plan.pointer[0], parts=1)
+
+
+def check_case(plan: Plan, folder: Path) -> None:
+    """Refuse names that the file system of a folder with a file `lock` in it takes for one."""
+    if not (folder / "LOCK").exists():
+        return
+    seen: dict[str, str] = {}
+    for name in (*folders_of(plan), *(file.path for file in plan.files)):
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise OutputError(
+                "two names of the output are one on this file system, which ignores case",
+                file=folder,
+                found=f"{other} and {name}",
+                next_step="choose a folder on another file system",
+            )
 
 
 def _check_path(text: str, parts: int | None = None) -> None:

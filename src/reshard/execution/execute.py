@@ -53,6 +53,8 @@ from reshard.execution.staging import Staging
 from reshard.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reshard.planning.plan import Plan
 
 Stage = Callable[[str], None]
@@ -153,6 +155,7 @@ def execute(  # noqa: PLR0913 - keyword-only, and each is a decision of the call
     final = place.resolved(destination)
     place.check_names(plan)
     place.check_apart(plan, final)
+    place.check_pointer(plan, final)
     if not resume:  # what a resumed run finds is looked at under the lock
         place.check_free(final, overwrite=overwrite)
     budget = Budget(workers, max_memory, fsync)
@@ -160,6 +163,14 @@ def execute(  # noqa: PLR0913 - keyword-only, and each is a decision of the call
     with SourceFiles(plan.sources) as sources, Staging(final, fsync=fsync) as staging:
         run = _Run(plan, sources, staging, crew, budget, stage or _no_stage)
         return run.all(resume=resume, overwrite=overwrite)
+
+
+def _manifest_bytes(folder: Path) -> bytes | None:
+    """The manifest in a folder as it is, None where none can be read."""
+    try:
+        return (folder / MANIFEST_NAME).read_bytes()
+    except OSError:
+        return None
 
 
 def _no_stage(name: str) -> None:
@@ -195,7 +206,7 @@ class _Run:
         found = self._found(identity, resume=resume, overwrite=overwrite)
         try:
             if resume:
-                finished = self._finished(found, fingerprints)
+                finished = self._finished(found, fingerprints, overwrite=overwrite)
                 if finished is not None:
                     self.staging.finish(self.plan.pointer, stage=self.stage)
                     return finished
@@ -236,7 +247,9 @@ class _Run:
         self.staging.discard()
         return None
 
-    def _finished(self, found: JournalContent | None, fingerprints: Fingerprints) -> Report | None:
+    def _finished(
+        self, found: JournalContent | None, fingerprints: Fingerprints, *, overwrite: bool
+    ) -> Report | None:
         """What an interrupted run did when all it left undone was to point at it and clean up."""
         if found is not None:
             if not self._is_published(found):
@@ -252,6 +265,8 @@ class _Run:
         if (manifest.plan, manifest.sources) != (self.plan.digest(), tuple(fingerprints)):
             return None
         changes = changes_in(self.staging.destination, self.crew)
+        if changes and overwrite:
+            return None
         if changes:
             self.staging.remove()
             raise OutputError(
@@ -265,12 +280,16 @@ class _Run:
         return self._report(len(slots), len(slots), nbytes, manifest.findings, continued=True)
 
     def _is_published(self, found: JournalContent) -> bool:
-        """Whether the interrupted run had already given the output its name."""
-        try:
-            text = (self.staging.destination / MANIFEST_NAME).read_bytes()
-        except OSError:
+        """Whether the interrupted run had already given the output its name.
+
+        An older output of the same plan and sources has the same manifest. So where the staging
+        folder holds a second one, the bytes of the one that has the name decide: they may be
+        damaged, and that be the reason why it was to be replaced.
+        """
+        named, staged = map(_manifest_bytes, (self.staging.destination, self.staging.data))
+        if named is None or f"complete {xxhash.xxh3_128_hexdigest(named)}" not in found.marks:
             return False
-        return f"complete {xxhash.xxh3_128_hexdigest(text)}" in found.marks
+        return staged != named or not changes_in(self.staging.destination, self.crew)
 
     def _fresh(
         self,
@@ -295,6 +314,8 @@ class _Run:
         except BaseException as error:
             self._clean_up(error)
             raise
+        # Since the first look somebody may have put something else there.
+        place.check_free(self.staging.destination, overwrite=overwrite)
         self.staging.publish(self.plan.pointer, overwrite=overwrite, stage=self.stage)
         done, continued = len(records.slots), found is not None
         return self._report(done, kept, kept_nbytes, findings, continued=continued)
@@ -321,7 +342,8 @@ class _Run:
         return Filler(gatherer, space, self.indexes, self.plan.replicas, self.names)
 
     def _prepare(self, found: JournalContent | None) -> None:
-        """See that there is room, and make the folders."""
+        """See that there is room and that names stay apart, and make the folders."""
+        place.check_case(self.plan, self.staging.folder)
         data = self.staging.data
         present = 0
         if found is not None and data.exists():

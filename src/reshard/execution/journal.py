@@ -182,18 +182,20 @@ def _stamp(value: object) -> tuple[int, int]:
 def _line(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _note(content: JournalContent, record: object) -> bool:
     """Take one line into the content; whether it was understood."""
     match record:
-        case ["slot", int(file), int(slot), int(crc), [*digests], [*findings]]:
+        case ["slot", int(file), int(slot), int(crc), [*digests], [*findings]] if (
+            file >= 0 and slot >= 0
+        ):
             found = tuple(filter(None, map(_finding, findings)))
             content.records.slots[file, slot] = SlotRecord(crc, tuple(map(str, digests)), found)
             return len(found) == len(findings)
-        case ["file", int(file), str(rest)]:
+        case ["file", int(file), str(rest)] if file >= 0:
             content.records.files[file] = rest
         case ["mark", str(stage)]:
             content.marks.add(stage)

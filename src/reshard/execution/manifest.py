@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.execution.digests import DIGEST_NAME
+from reshard.execution.output import filled_ranges
 from reshard.execution.replicas import ReplicaFinding
 from reshard.formats.manifest import (
     MANIFEST_FORMAT,
@@ -139,8 +140,8 @@ def _maps(plan: Plan) -> Iterator[object]:
 
 def _files(plan: Plan, records: Records) -> Iterator[object]:
     for number, file in enumerate(plan.files):
-        slots = [[slot.offset, slot.nbytes] for slot in file.slots]
-        yield [file.path, file.size, records.files[number], slots]
+        filled = [list(range_) for range_ in filled_ranges(file)]
+        yield [file.path, file.size, records.files[number], filled]
 
 
 def _tensors(plan: Plan, records: Records, routes: Mapping[int, int]) -> Iterator[object]:

@@ -62,7 +62,7 @@ def write_all(handle: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def gaps_of(size: int, slots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a file outside its slots.
+    """Byte ranges of a file outside some ranges.
 
     Parameters
     ----------
@@ -83,6 +83,25 @@ def gaps_of(size: int, slots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
         at = offset + nbytes
     if at < size:
         yield at, size
+
+
+def filled_ranges(planned: PlannedFile) -> list[tuple[int, int]]:
+    """Ranges `(offset, nbytes)` of a file that are tensor elements; those that touch are one.
+
+    A slot may hold zeros between its fills, which belong to no tensor: they count as the rest of
+    the file, so that digests of the tensors and of the rest cover every byte.
+    """
+    ranges: list[tuple[int, int]] = []
+    for slot in planned.slots:
+        at = -1
+        for fill in slot.fills:
+            start = slot.offset + fill.offset
+            if start == at:
+                ranges[-1] = ranges[-1][0], ranges[-1][1] + fill.nbytes
+            else:
+                ranges.append((start, fill.nbytes))
+            at = start + fill.nbytes
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +291,9 @@ def slot_record(slot: PlannedSlot, result: TaskResult) -> SlotRecord:
 
 
 def rest_digest(handle: int, planned: PlannedFile, buffer: memoryview) -> str:
-    """Digest of the bytes of a file outside its slots, read back from it."""
+    """Digest of the bytes of a file outside its tensors, read back from it."""
     state = xxhash.xxh3_128()
-    for start, stop in gaps_of(planned.size, [(s.offset, s.nbytes) for s in planned.slots]):
+    for start, stop in gaps_of(planned.size, filled_ranges(planned)):
         for at in range(start, stop, len(buffer)):
             view = buffer[: min(len(buffer), stop - at)]
             if os.preadv(handle, [view], at) != len(view):
@@ -341,7 +360,7 @@ class Builder:
             image[offset : offset + len(data)] = data
         records = {number: self._slot(slot, image) for number, slot in enumerate(planned.slots)}
         state = xxhash.xxh3_128()
-        for start, stop in gaps_of(planned.size, [(s.offset, s.nbytes) for s in planned.slots]):
+        for start, stop in gaps_of(planned.size, filled_ranges(planned)):
             state.update(image[start:stop])
         handle = os.open(self._output.path(file), CREATE | os.O_TRUNC, 0o644)
         try:

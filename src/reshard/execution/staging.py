@@ -28,6 +28,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def staging_path(destination: Path) -> Path:
@@ -96,9 +98,12 @@ class Staging:
         """The handle of the lock file; whoever holds it owns the folder."""
         lock = self.folder / "lock"
         while True:
-            self.folder.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir()
             try:
-                handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                if not stat.S_ISDIR(self.folder.lstat().st_mode):
+                    raise _strange(self.folder, "a link" if self.folder.is_symlink() else "a file")
+                handle = os.open(lock, _LOCK, 0o644)
             except FileNotFoundError:
                 continue
             try:
@@ -221,6 +226,16 @@ def _no_place(error: OSError, destination: Path) -> OutputError:
         file=destination,
         found=above if beneath_a_file else error.strerror or str(error),
         next_step="choose another folder",
+    )
+
+
+def _strange(folder: Path, found: str) -> OutputError:
+    """What to tell when the name of the staging folder is that of something else."""
+    return OutputError(
+        "the name of the folder reshard works in is taken by something else",
+        file=folder,
+        found=found,
+        next_step="move it away",
     )
 
 

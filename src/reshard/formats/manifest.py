@@ -12,6 +12,7 @@ error. Its paths are compared with what is there and are never opened here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +239,10 @@ def _file(entry: object, path: Path) -> ManifestFile:
 def _is_inside(name: object) -> bool:
     """Whether a value is a path that stays in the folder."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, which no file name can hold
         return False
     return all(part not in ("", ".", "..") for part in name.split("/"))
 
