@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError, UsageError
 from reshard.formats.checkpoint import Checkpoint, Role
 from reshard.formats.dcp.options import DcpReading, Keys
 from reshard.formats.dcp.reader import open_dcp
@@ -119,6 +119,18 @@ def test_frozen_parameters_are_what_the_user_says(tmp_path: Path) -> None:
     assert stated.tensors["gate", "fp32"].role is Role.FROZEN
     assert stated.tensors["shift", "fp32"].role is Role.BUFFER
     assert stated.problems == ()
+
+
+def test_frozen_parameters_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    model, nested = state_dicts(net, optimizer)
+    folder = save({"model": model, "optim": nested}, tmp_path / "ckpt")
+    with pytest.raises(UsageError) as caught:
+        reading(folder, frozen=("gate", "nothing*"))
+    assert str(caught.value) == (
+        f"--frozen matches no parameter: {folder / '.metadata'}: found nothing*; next: reshard "
+        "inspect --tensors '*' lists the names"
+    )
 
 
 def test_weights_alone_are_parameters(tmp_path: Path) -> None:

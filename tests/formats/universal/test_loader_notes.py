@@ -79,3 +79,10 @@ def test_weights_alone_lose_nothing(tmp_path: Path) -> None:
     case = case_named("golden/odd_z3_dp2_one_group")
     notes = api.convert(case.path, tmp_path / "u", dry_run=True, states="fp32").notes
     assert not [note for note in notes if "optimizer" in note]
+
+
+@pytest.mark.parametrize("case", by_name([c for c in cases() if "native_moe" in c.name]))
+def test_nobody_is_sent_to_a_stage_that_trains_no_native_experts(
+    case: Case, tmp_path: Path
+) -> None:
+    assert not [note for note in told(case, tmp_path) if "--stage 3" in note]

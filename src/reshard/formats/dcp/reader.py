@@ -130,6 +130,7 @@ class _Reading:
     def checkpoint(self) -> Checkpoint:
         carried = self._carried()
         found = self._sorted()
+        self._require_frozen(found)
         aliases = self._aliases(found)
         roles = {name: self._role(name, found, carried) for name in found.model}
         for name, entry in found.model.items():
@@ -172,6 +173,17 @@ class _Reading:
                 )
         model = find_model(self.index, keys, optimizer, trained)
         return _Sorted(model, optimizer, groups, trained)
+
+    def _require_frozen(self, found: _Sorted) -> None:
+        """Refuse a pattern for frozen parameters that matches nothing: it is a mistake."""
+        for pattern in self.stated.frozen:
+            if not any(fnmatchcase(name, pattern) for name in found.model):
+                raise UsageError(
+                    "--frozen matches no parameter",
+                    file=self.index.file,
+                    found=pattern,
+                    next_step="reshard inspect --tensors '*' lists the names",
+                )
 
     def _aliases(self, found: _Sorted) -> dict[str, str]:
         """Tied names, after which no two other entries may lie at one place."""

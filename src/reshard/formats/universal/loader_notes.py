@@ -35,8 +35,9 @@ def notes(checkpoint: Checkpoint, groups: int) -> Iterator[str]:
         Number of parameter groups.
     """
     yield from _unread(checkpoint)
-    yield from _of_groups(checkpoint, groups)
-    yield from _of_states(checkpoint)
+    if not _has_native_experts(checkpoint):  # which DeepSpeed does not train under ZeRO-3
+        yield from _of_groups(checkpoint, groups)
+        yield from _of_states(checkpoint)
     if _is_dealt(checkpoint):
         yield (
             "the source was trained with round_robin_gradients: DeepSpeed's universal loader puts "
@@ -55,13 +56,17 @@ def _unread(checkpoint: Checkpoint) -> Iterator[str]:
                 f"universal loader does not read back: load {'them' if count > 1 else 'it'} into "
                 "the model (docs/convert/deepspeed-to-universal.md shows how)"
             )
-    if any(_NATIVE_EXPERT in f".{name}" for name in roles):
+    if _has_native_experts(checkpoint):
         yield (
             "experts of native DeepSpeed MoE have their global numbers; DeepSpeed's universal "
             "loader looks for the numbers local to a rank, so it loads them at ep_size 1 only"
         )
     if checkpoint.scalars and not any(state == STEP for _, state in checkpoint.scalars):
         yield "the optimizer keeps no step"
+
+
+def _has_native_experts(checkpoint: Checkpoint) -> bool:
+    return any(_NATIVE_EXPERT in f".{name}" for name, _ in checkpoint.tensors)
 
 
 def _of_groups(checkpoint: Checkpoint, groups: int) -> Iterator[str]:
