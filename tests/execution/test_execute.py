@@ -65,10 +65,12 @@ def mixed(folder: Path) -> tuple[Keyed, Plan, Target]:
 def _allow_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many threads of each crew start, as a limit on tasks would."""
     real = threading.Thread.start
+    started: list[threading.Thread] = []
 
     def start(thread: threading.Thread) -> None:
-        if threading.active_count() > count:
+        if sum(other.is_alive() for other in started) >= count:
             raise RuntimeError("can't start new thread")
+        started.append(thread)
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
