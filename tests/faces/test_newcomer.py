@@ -387,6 +387,9 @@ def test_a_folder_with_the_configuration_of_the_model_adds_something(
     report = said(capsys, "convert", EXAMPLE, out, "--to", "safetensors", "--also", model)
     assert (out / "config.json").read_text() == '{"model_type": "llama"}'
     assert "adds nothing" not in report
+    assert "adds nothing" in said(capsys, "inspect", EXAMPLE, "--also", model)
+    report = said(capsys, "convert", EXAMPLE, tmp_path / "u", "--also", model)
+    assert "adds nothing" in report  # a universal folder carries no configuration
 
 
 # ------------------------------------------------------------------------------ pointers

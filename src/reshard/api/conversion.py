@@ -16,7 +16,7 @@ from pathlib import Path
 from reshard.api.arguments import destination_of, paths_of, size_of, workers_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
-from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.opening import AnyPath, idle_folders, open_checkpoint
 from reshard.api.pointing import pointed_to
 from reshard.api.replicas import naming_the_rule
 from reshard.api.selection import select
@@ -38,6 +38,7 @@ from reshard.formats.registry import ReadOptions, WriteOptions, is_cut, lay_out,
 from reshard.formats.renaming import Renaming, renamed
 from reshard.formats.rounded_copies import require_rounded_copies
 from reshard.formats.safetensors import SafetensorsOptions
+from reshard.formats.safetensors.companions import NAMES
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -206,7 +207,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     start = time.perf_counter()
     memory = size_of(max_memory)
     final, states = destination_of(destination), states or writer_of(to).states
-    whole = _opened(source, also, layout, reading, options)
+    whole = _served(_opened(source, also, layout, reading, options), to, paths_of("also", also))
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, whole, to)
     complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
@@ -252,6 +253,19 @@ def _opened(
     whole = open_checkpoint(source, also=also, reading=reading)
     read_stated_layouts(layout).require_used(whole.names)
     return whole
+
+
+def _served(whole: Checkpoint, to: str, also: Sequence[str]) -> Checkpoint:
+    """The source without the reproach to folders out of which files beside the weights come."""
+    if not isinstance(writer_of(to).default, SafetensorsOptions):
+        return whole
+    idle = [
+        problem
+        for folder in also
+        if any((Path(folder) / name).is_file() for name in NAMES)
+        for problem in idle_folders(whole, (folder,))
+    ]
+    return replace(whole, problems=tuple(p for p in whole.problems if p not in idle))
 
 
 def _timed(forecast: ConversionReport, job: Plan, *, fsync: bool) -> ConversionReport:

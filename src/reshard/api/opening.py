@@ -13,7 +13,6 @@ from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, Problem, SourceFile
 from reshard.formats.folders import resolve_folder
 from reshard.formats.registry import ReadOptions
-from reshard.formats.safetensors.companions import NAMES
 
 AnyPath = str | PathLike[str]
 
@@ -56,15 +55,11 @@ def open_checkpoint(
 
 
 def idle_folders(checkpoint: Checkpoint, also: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem for each further folder that holds no file of the checkpoint.
-
-    A configuration or a tokenizer in it may be what it is named for.
-    """
+    """Yield a problem for each further folder that holds no file of the checkpoint."""
     used = {Path(file.path).parent for file in checkpoint.files}
     for folder in also:
         given = Path(folder).absolute()
-        holds_other = any((given / name).is_file() for name in NAMES)
-        if not holds_other and not used & {given, given / Path(checkpoint.path).name}:
+        if not used & {given, given / Path(checkpoint.path).name}:
             yield Problem(
                 "--also names a folder that adds nothing: no file in it is read",
                 str(given),
