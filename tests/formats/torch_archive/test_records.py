@@ -7,8 +7,10 @@ import collections
 import datetime as dt
 import decimal
 import functools
+import io
 import pathlib
 import random
+import signal
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
@@ -295,6 +297,22 @@ def test_records_made_from_nothing(tmp_path: Path) -> None:
     assert isinstance(shape, SubparamShape)
     assert (shape.patterns, shape.shape, shape.partition_dim) == (["^w$"], [(1, 2), 3], 0)
     assert repr(fragment) == "deepspeed.utils.tensor_fragment.fragment_address(numel=3, start=4)"
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_buffer_of_extra_state_is_written_back_with_its_bytes(
+    protocol: int, tmp_path: Path
+) -> None:
+    buffer, line = io.BytesIO(b"\0\xffstate"), io.StringIO("text\n")
+    buffer.seek(3)
+    saved = {"layer._extra_state": buffer, "log": line, "exit_signal": signal.SIGTERM}
+    archive, loaded = again(tmp_path, saved, protocol)
+    assert {"_io.BytesIO", "_io.StringIO", "signal.Signals"} <= set(archive.globals)
+    assert isinstance(loaded, dict)
+    found = loaded["layer._extra_state"]
+    assert (found.getvalue(), found.tell()) == (b"\0\xffstate", 3)
+    assert loaded["log"].getvalue() == "text\n"
+    assert loaded["exit_signal"] is signal.SIGTERM
 
 
 def test_what_is_shown_of_a_record(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ _REFUSED_MODULES = _names(
     setuptools distutils ensurepip venv virtualenv easy_install numba llvmlite sympy jinja2 mako
     IPython ipykernel jupyter_client nbformat tensorflow keras tarfile zipfile gzip bz2 lzma
     sqlite3 readline rlcompleter getpass cmd curses tkinter turtle ensurepip six.moves future
-    past _io _codecs_ext
+    past _codecs_ext
     """
 )
 """Modules none of whose names belongs in a checkpoint, with all their submodules."""
@@ -101,6 +101,8 @@ _HARMLESS_BUILTINS = _names(
 )
 """``getattr`` is among them to name a part of a class and for nothing else; see `construction`."""
 
+_BUFFERS = frozenset(("BytesIO", "StringIO"))
+
 _RESTRICTED = {
     "builtins": _HARMLESS_BUILTINS
     | {
@@ -116,7 +118,10 @@ _RESTRICTED = {
     "_operator": frozenset(("or_", "getitem", "itemgetter")),
     "functools": frozenset(("partial",)),
     "_functools": frozenset(("partial",)),
-    "io": frozenset(("BytesIO", "StringIO")),
+    # Layers keep their extra state in a buffer, which Python pickles by the first of these names.
+    "_io": _BUFFERS,
+    "io": _BUFFERS,
+    "signal": frozenset(("Signals", "Handlers", "Sigmasks")),
     "types": frozenset(("SimpleNamespace", "MappingProxyType", "NoneType", "GenericAlias")),
     "torch.serialization": frozenset(("_get_layout",)),
 }
