@@ -313,6 +313,15 @@ def test_deep_and_long_trees(tmp_path: Path) -> None:
     assert loaded[0][0] is loaded[0][1]["k"]
 
 
+def test_a_tree_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UsageError, match="a value is nested too deep to be written"):
+        write_archive(tmp_path / "deep.pt", deep)
+    assert not (tmp_path / "deep.pt").exists()
+
+
 # -------------------------------------------------------------------------------- beyond 4 GiB
 
 GIB = 1 << 30

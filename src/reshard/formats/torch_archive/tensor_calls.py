@@ -8,13 +8,37 @@ around it, then a Python class and attributes around either. Source: ``torch/_te
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
 
 from reshard.formats.dtypes import DType
-from reshard.formats.torch_archive.emission import Call, Persistent, Storages
 from reshard.formats.torch_archive.tensors import NewTensor, StorageRecord, TensorRecord
 from reshard.formats.torch_archive.values import Global
 
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
+
+
+class Storages(Protocol):
+    """Gives each storage its place in the archive that is being written."""
+
+    def place(self, storage: NewTensor | StorageRecord) -> tuple[Global, str, str, int]:
+        """Return ``(class, key, location, numel)`` of a storage."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that exists while a pickle is written only: ``function(*args)``."""
+
+    function: Global
+    args: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """A persistent id."""
+
+    identity: tuple[object, ...]
+
 
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _PARAMETER = Global("torch._utils", "_rebuild_parameter")
