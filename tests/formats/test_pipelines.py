@@ -10,9 +10,21 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CheckpointError, MissingFileError, ReplicaMismatchError
+from reshard.errors import (
+    CheckpointError,
+    MissingFileError,
+    ReplicaMismatchError,
+    ReshardError,
+)
 from reshard.formats.checkpoint import Role
-from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
+from tests.formats.deepspeed.reading import (
+    doubled,
+    exchange,
+    nameless,
+    opened,
+    rewrite,
+    wrong_states,
+)
 from tests.truth import Case, by_name, case_named, with_pipeline
 
 
@@ -108,6 +120,51 @@ def test_a_listed_buffer_that_no_file_has_is_refused(pipeline: Path) -> None:
     rewrite(pipeline, STAGE, lambda model: model.update(buffer_names=["3.steps"]))
     with pytest.raises(CheckpointError, match=r"layer_03.*parameter 3\.steps"):
         opened(pipeline)
+
+
+# ---------------------------------------------------------------------- another layer, another run
+
+PIPELINES = [
+    "0.12.6/pipe_pp2dp2_z1_fp32",
+    "0.14.5/pipe_pp2dp2_z1_bf16",
+    "0.19.8/pipe_pp2dp2_z1_bf16",
+]
+MIXED = ["layer_03*", "layer_*", "*_optim_states.pt", "*mp_rank_01_optim_states.pt"]
+SAME_SHAPES = ("layer_02-model_00-model_states.pt", LAYER)
+
+
+def refused(folder: Path, tmp_path: Path) -> str:
+    with pytest.raises(ReshardError) as caught:
+        reshard.convert(folder, tmp_path / "universal", fsync=False)
+    assert not (tmp_path / "universal").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("pattern", MIXED)
+def test_files_of_another_run_are_refused(name: str, pattern: str, tmp_path: Path) -> None:
+    folder = copy_of(name, tmp_path)
+    doubled(folder, pattern)
+    assert "not its master weights rounded" in refused(folder, tmp_path)
+
+
+def test_all_files_of_another_run_are_a_run(pipeline: Path, tmp_path: Path) -> None:
+    doubled(pipeline, "*.pt")
+    reshard.convert(pipeline, tmp_path / "universal", fsync=False)
+
+
+def test_layer_files_that_changed_names_are_refused_by_them(pipeline: Path, tmp_path: Path) -> None:
+    exchange(*(pipeline / name for name in SAME_SHAPES))
+    assert "carries the name of another layer" in refused(pipeline, tmp_path)
+
+
+def test_layer_files_that_changed_names_are_refused_by_their_values(
+    pipeline: Path, tmp_path: Path
+) -> None:
+    for name in SAME_SHAPES:
+        nameless(pipeline / name)
+    exchange(*(pipeline / name for name in SAME_SHAPES))
+    assert "not its master weights rounded" in refused(pipeline, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- ties

@@ -58,3 +58,40 @@ def rewrite(folder: Path, pattern: str, change: Callable[[dict[str, Any]], objec
         content = torch.load(file, weights_only=False)
         change(content)
         torch.save(content, file)
+
+
+def nameless(file: Path) -> None:
+    """Write a file again as a stream, so that the archive does not say what it was called."""
+    content = torch.load(file, weights_only=False)
+    with file.open("wb") as stream:
+        torch.save(content, stream)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Give two files each other's name."""
+    aside = first.with_suffix(".aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def doubled(folder: Path, pattern: str) -> None:
+    """Let files be of another run: all floating-point tensors twice as large.
+
+    Rounding commutes with that, so files that are doubled together agree as before.
+    """
+    rewrite(folder, pattern, lambda content: _double(content, set()))
+
+
+def _double(value: object, seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        if value.is_floating_point() and value.ndim and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            torch.empty(0, dtype=value.dtype).set_(storage).mul_(2)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            _double(entry, seen)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            _double(entry, seen)

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
+import reshard
 from reshard.errors import (
     CheckpointError,
     DocumentError,
     LayoutError,
     MissingFileError,
+    ReplicaMismatchError,
     UnsupportedError,
 )
 from reshard.formats.checkpoint import Checkpoint, Role
 from tests.formats.deepspeed.mixture_files import Full, Mixture, expert_file, write
-from tests.formats.deepspeed.reading import opened, rewrite, wrong_states
+from tests.formats.deepspeed.reading import doubled, nameless, opened, rewrite, wrong_states
 
 MIXTURE = Mixture(((0, 1), (2, 3)), edp=2)
 MODEL, OPTIMIZER = "mp_rank_*", "*_optim_states.pt"
@@ -168,8 +170,18 @@ def test_a_file_of_an_expert_that_is_not_there_is_refused(folder: Path, stray: s
 def test_an_expert_file_that_holds_another_expert_is_refused(folder: Path) -> None:
     rewrite(folder, OPTIMIZER, drop_group)
     shutil.copy(folder / expert_file(0, 0), folder / expert_file(0, 1))
+    with pytest.raises(CheckpointError, match="carries the name of another expert"):
+        opened(folder)
+    nameless(folder / expert_file(0, 1))
     with pytest.raises(CheckpointError, match=r"expected model.layers.0.mlp.experts.w1.1"):
         opened(folder)
+
+
+@pytest.mark.parametrize("pattern", ["layer_*_expert_*", "layer_1_expert_2_*"])
+def test_expert_files_of_another_run(folder: Path, tmp_path: Path, pattern: str) -> None:
+    doubled(folder, pattern)
+    with pytest.raises(ReplicaMismatchError, match="not its master weights rounded"):
+        reshard.convert(folder, tmp_path / "universal", fsync=False)
 
 
 # --------------------------------------------------------------------------- metadata

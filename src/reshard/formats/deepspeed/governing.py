@@ -19,11 +19,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import LayoutError
+from reshard.formats.assembly import row_major_order, stored_order
 from reshard.formats.checkpoint import Role
 from reshard.formats.deepspeed.experts import ExpertLayer
-from reshard.formats.deepspeed.module import ModuleTensor
+from reshard.formats.deepspeed.grid import require_one_value
+from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor
 from reshard.formats.layout_source import GovernedMap, Layouts
-from reshard.geometry import AffinePiece, ParamAffineMap, locate
+from reshard.geometry import AffinePiece, ParamAffineMap, locate, nest
 from reshard.layouts.builders import replicated_map
 
 Shape = tuple[int, ...]
@@ -185,3 +187,28 @@ def _over_stages(single: ParamAffineMap, stages: list[int], tp: int) -> ParamAff
                 for p in single.pieces_by_rank.get(rank, ())
             ]
     return locate(single.logical_shape, shapes, pieces)
+
+
+def in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:
+    """The map to the storages, when a column stores its shard in another order (transposed)."""
+    dtypes = {
+        shard.stretches[0].region.file: shard.record.dtype
+        for shard in tensor.shards.values()
+        if shard.stretches
+    }
+    require_one_value(dtypes, f"the dtype of {tensor.name}")
+    orders = {
+        column: stored_order(shard.record, tensor.name, _file_of(shard), column)
+        for column, shard in tensor.shards.items()
+    }
+    if not any(orders.values()):
+        return outer
+    inner = {
+        column: order or row_major_order(tensor.shards[column].shape, column)
+        for column, order in orders.items()
+    }
+    return replace(outer, map=nest(outer.map, inner))
+
+
+def _file_of(shard: ModuleShard) -> str:
+    return shard.stretches[0].region.file if shard.stretches else ""

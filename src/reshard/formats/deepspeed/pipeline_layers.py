@@ -11,7 +11,8 @@ buffers. So every listed name says which file there must be, and every tensor of
   copy of that module. It may be in several files, which must then be equal;
 * what is in a file and trained by nobody is a frozen parameter or a buffer.
 
-Masters of trained parameters are in the optimizer files; here their shapes are compared only.
+Masters of trained parameters are in the optimizer files; their weights here are given out as what
+the masters must be when they are rounded (`weight_copies`).
 
 Source: `runtime/pipe/module.py` (`ckpt_layer_path`, `save_state_dict`, `_build`), DeepSpeed 0.12 to
 0.19.
@@ -19,7 +20,7 @@ Source: `runtime/pipe/module.py` (`ckpt_layer_path`, `save_state_dict`, `_build`
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from reshard.formats.deepspeed.grid import Degrees
 from reshard.formats.deepspeed.module import ModuleShard, ModuleTensor, whole_shard
 from reshard.formats.deepspeed.names import FileName, layer_file_name
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
+from reshard.formats.deepspeed.own_names import require_own_names
 from reshard.formats.deepspeed.partitions import Part
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.unlisted import mapped
@@ -47,11 +49,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """One layer file, open: its layer, tensor rank, path and tensors by local name."""
+    """One layer file, open: its layer, tensor rank, path, own name and tensors by local name."""
 
     layer: int
     tp: int
     path: str
+    written_as: str
     tensors: Mapping[str, TensorRecord]
 
 
@@ -79,6 +82,16 @@ class _Names:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerWeight:
+    """One tensor of a layer file, under the name that the checkpoint has for it."""
+
+    name: str
+    tp: int
+    file: str
+    record: TensorRecord
+
+
+@dataclass(frozen=True, slots=True)
 class LayerContents:
     """What the layer files hold.
 
@@ -88,10 +101,13 @@ class LayerContents:
         Their tensors that are not masters in an optimizer file.
     pipeline
         The layers and the stages; None when there is no pipeline.
+    copies
+        Their tensors whose masters are in optimizer files.
     """
 
     weights: list[ModuleTensor]
     pipeline: Pipeline | None
+    copies: tuple[LayerWeight, ...] = ()
 
 
 def read_layers(
@@ -131,12 +147,22 @@ def read_layers(
     opened = [_open(name, path) for name, path in files.items()]
     names = _names(columns, tp)
     _require_ranks(opened, tp, folder)
+    require_own_names({file.path: file.written_as for file in opened})
     tied = _tied_layers(opened, names)
     _require_listed(opened, names, tied, tp, folder)
+    held = [weight for file in opened for weight in _held(file, tied)]
+    elsewhere = set(names.shapes) if partitioned else set()
     return LayerContents(
-        list(_weights(opened, names, tied, set(names.shapes) if partitioned else set())),
+        list(_weights((weight for weight in held if weight.name not in elsewhere), names)),
         Pipeline(tuple(_layers(opened, tied)), tuple(_stages(columns[::tp]))),
+        tuple(weight for weight in held if partitioned),
     )
+
+
+def _held(file: LayerFile, tied: Mapping[int, str]) -> Iterator[LayerWeight]:
+    owner = tied.get(file.layer, str(file.layer))
+    for local, record in file.tensors.items():
+        yield LayerWeight(f"{owner}.{local}", file.tp, file.path, record)
 
 
 def _layers(opened: Iterable[LayerFile], tied: Mapping[int, str]) -> Iterator[PipelineLayer]:
@@ -199,11 +225,12 @@ def _require_pipeline(columns: Sequence[ModelStates], path: Path) -> None:
 
 
 def _open(name: FileName, path: Path) -> LayerFile:
-    root = Cursor(read_archive(str(path)).root, str(path))
+    archive = read_archive(str(path))
+    root = Cursor(archive.root, str(path))
     tensors = {
         local: value.value for local, value in root.named() if isinstance(value.value, TensorRecord)
     }
-    return LayerFile(name.layer, name.mp, str(path), tensors)
+    return LayerFile(name.layer, name.mp, str(path), archive.name, tensors)
 
 
 def _names(columns: Sequence[ModelStates], tp: int) -> _Names:
@@ -344,16 +371,11 @@ def _require_tensor(name: str, file: LayerFile, local: str, shape: Shape | None)
 # --------------------------------------------------------------------------- weights
 
 
-def _weights(
-    opened: Iterable[LayerFile], names: _Names, tied: Mapping[int, str], elsewhere: Container[str]
-) -> Iterator[ModuleTensor]:
+def _weights(weights: Iterable[LayerWeight], names: _Names) -> Iterator[ModuleTensor]:
     held: dict[str, dict[int, list[tuple[TensorRecord, str]]]] = {}
-    for file in opened:
-        owner = tied.get(file.layer, str(file.layer))
-        for local, record in file.tensors.items():
-            name = f"{owner}.{local}"
-            if name not in elsewhere:
-                held.setdefault(name, {}).setdefault(file.tp, []).append((record, file.path))
+    for weight in weights:
+        files = held.setdefault(weight.name, {}).setdefault(weight.tp, [])
+        files.append((weight.record, weight.file))
     for name, ranks in held.items():
         shards: dict[int, ModuleShard] = {
             rank: whole_shard(found[0][0], found) for rank, found in ranks.items()

@@ -8,8 +8,7 @@ rule: weights are delivered, states are reported as absent. Anything else is ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from reshard.errors import CheckpointError, MissingFileError
 from reshard.formats.deepspeed.expert_reading import Cell, Experts
@@ -19,19 +18,12 @@ from reshard.formats.deepspeed.grid import (
     require_grid,
     require_one_value,
 )
-from reshard.formats.deepspeed.names import FileKind, FileName, parse_file_name
+from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates, read_optimizer_states
 from reshard.formats.deepspeed.records import ModelStates, read_model_states
-from reshard.formats.torch_archive import Archive
 
 MOST_RANKS = 1 << 20
 """No run has more ranks; a file that states more is damaged or hostile."""
-
-_RENAMED = "the file was renamed or copied over another; give it back its name"
-_OVERWRITTEN = (
-    "the right file is gone: the one of that name was copied over it; copy it again from where it "
-    "was written"
-)
 
 
 def open_models(inventory: Inventory) -> dict[Cell, ModelStates]:
@@ -114,35 +106,3 @@ def _require_no_zero(models: dict[Cell, ModelStates], experts: Experts) -> None:
                 next_step="copy the optimizer files here or name their folder with --also; "
                 "DeepSpeed 0.17.6 to 0.18.4 never saved them for bf16 with fp32 accumulation",
             )
-
-
-def require_own_names(archives: Sequence[Archive]) -> None:
-    """Refuse a file that `torch.save` wrote under the name of another rank."""
-    for archive, fix in wrongly_named(archives):
-        raise CheckpointError(
-            "a file carries the name of another rank",
-            file=archive.path,
-            expected=f"what was written as {Path(archive.path).name}",
-            found=f"{archive.name}.pt",
-            next_step=fix,
-        )
-
-
-def wrongly_named(archives: Sequence[Archive]) -> Iterator[tuple[Archive, str]]:
-    """Yield the files that were written under the name of another rank, with what to do.
-
-    The folder inside an archive is called after the file it was written to. A file that was
-    renamed, or copied over another rank's, still carries its own rank there; nothing else may tell.
-    Where the file of that name is there too, and is the right one, this one is a copy of it.
-    """
-    named = {archive.path: _names_of(archive) for archive in archives}
-    right = {own for own, carried in named.values() if own == carried}
-    for archive in archives:
-        own, carried = named[archive.path]
-        if own is not None and carried is not None and own != carried:
-            yield archive, _OVERWRITTEN if carried in right else _RENAMED
-
-
-def _names_of(archive: Archive) -> tuple[FileName | None, FileName | None]:
-    """What the name of a file says, and the name that it was written under."""
-    return parse_file_name(Path(archive.path).name), parse_file_name(f"{archive.name}.pt")

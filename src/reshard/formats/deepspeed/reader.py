@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import CheckpointError
-from reshard.formats.assembly import Assembler, row_major_order, stored_order
+from reshard.formats.assembly import Assembler
 from reshard.formats.checkpoint import (
     Checkpoint,
     Extra,
@@ -38,7 +38,7 @@ from reshard.formats.deepspeed.expert_reading import (
     report_absent_states,
 )
 from reshard.formats.deepspeed.extras import collect_extras
-from reshard.formats.deepspeed.governing import Governor, expert_keys
+from reshard.formats.deepspeed.governing import Governor, expert_keys, in_stored_order
 from reshard.formats.deepspeed.grid import (
     Degrees,
     Inventory,
@@ -46,8 +46,8 @@ from reshard.formats.deepspeed.grid import (
     settle_degrees,
     take_inventory,
 )
+from reshard.formats.deepspeed.model_weights import weight_copies
 from reshard.formats.deepspeed.module import (
-    ModuleShard,
     ModuleTensor,
     module_tensors,
     zero3_tensors,
@@ -56,14 +56,18 @@ from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.native_moe import EXPERTS_ARE_CUT
 from reshard.formats.deepspeed.numbered import has_optimizer, plain_settings
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
+from reshard.formats.deepspeed.own_names import require_own_names
 from reshard.formats.deepspeed.partitions import MASTER, Fragment, Partitions, Shard
-from reshard.formats.deepspeed.pipeline_layers import listed_by_mappings, read_layers
+from reshard.formats.deepspeed.pipeline_layers import (
+    LayerWeight,
+    listed_by_mappings,
+    read_layers,
+)
 from reshard.formats.deepspeed.problems import problems_inside, problems_of, weights_alone
 from reshard.formats.deepspeed.rank_files import (
     open_models,
     open_ranks,
     require_models,
-    require_own_names,
 )
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
@@ -73,7 +77,6 @@ from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     read_unsharded_experts,
 )
-from reshard.formats.deepspeed.weight_copies import weight_copies
 from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.dtypes import DType
 from reshard.formats.folders import TagFolder
@@ -81,8 +84,8 @@ from reshard.formats.layout_source import GovernedMap, Layouts
 from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
-from reshard.formats.torch_archive import read_archive
-from reshard.geometry import ParamAffineMap, nest
+from reshard.formats.torch_archive import Archive, archive_name, read_archive
+from reshard.geometry import ParamAffineMap
 
 Cells = dict[tuple[int, int], ModelStates]
 
@@ -114,9 +117,17 @@ def open_deepspeed(folder: TagFolder, stated: StatedLayouts | None = None) -> Ch
     require_models(inventory, degrees)
     experts = open_experts(inventory, models, degrees)
     ranks = open_ranks(inventory, degrees, models, experts)
-    require_own_names([file.archive for files in (models, ranks) for file in files.values()])
+    _require_own_names(inventory, [f.archive for files in (models, ranks) for f in files.values()])
     require_module_shapes(models.values(), experts.fused)
     return _Reading(inventory, degrees, models, ranks, experts, stated).checkpoint()
+
+
+def _require_own_names(inventory: Inventory, opened: Sequence[Archive]) -> None:
+    """Hold every file but those of layers to the name that it was written under."""
+    of_experts = (FileKind.EXPERT, FileKind.EXPERT_OPTIMIZER)
+    paths = [str(path) for kind in of_experts for path in inventory.of_kind(kind).values()]
+    carried = {archive.path: archive.name for archive in opened}
+    require_own_names(carried | {path: archive_name(path) for path in paths})
 
 
 # --------------------------------------------------------------------------- one reading
@@ -137,6 +148,7 @@ class _Reading:
     tensors: dict[TensorKey, StoredTensor] = field(default_factory=dict)
     scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
     layers: list[ModuleTensor] = field(default_factory=list)
+    weights: tuple[LayerWeight, ...] = ()
     pipeline: Pipeline | None = None
     layouts: Layouts = field(default_factory=Layouts)
     native_ep: int = 1
@@ -194,7 +206,7 @@ class _Reading:
             self.inventory.folder.path,
             partitioned=bool(self.ranks),
         )
-        self.layers, self.pipeline = read.weights, read.pipeline
+        self.layers, self.pipeline, self.weights = read.weights, read.pipeline, read.copies
         # for layouts, what is in layer files only is as good as in the model-state file
         columns = [self._with_layers(column) for column in self.columns]
         self.layouts = read_layouts(columns, self.degrees.tp, self.stated, self.experts.names())
@@ -369,7 +381,7 @@ class _Reading:
     def _add_whole(self, tensor: ModuleTensor, state: str, outer: GovernedMap, role: Role) -> None:
         """A tensor of which a column holds its shard in one piece."""
         record = next(iter(tensor.shards.values())).record
-        outer = _in_stored_order(tensor, outer)
+        outer = in_stored_order(tensor, outer)
         located = self.assembler.locate(
             tensor.name,
             outer.map,
@@ -423,9 +435,9 @@ class _Reading:
         }
         if restore_keys:
             extras["restore_keys"] = Extra(restore_keys)
-        # ZeRO-3 has placeholders instead of weights, and files of experts are read elsewhere.
-        beside = () if self.stage == 3 else self.columns
-        copies = tuple(weight_copies(beside, self.found.shards, aliases, self.experts.fused))
+        # ZeRO-3 has placeholders instead of weights
+        shards = {} if self.stage == 3 else self.found.shards
+        copies = weight_copies(self.columns, self.weights, self.experts, shards, aliases)
         version = first.version or (self.ranks[0, 0].version if self.ranks else "")
         return Checkpoint(
             format="deepspeed",
@@ -438,7 +450,7 @@ class _Reading:
             versions={"deepspeed": version} if version else {},
             files=self.inventory.source_files(),
             problems=tuple(dict.fromkeys(self._problems())),
-            copies=copies,
+            copies=tuple(copies),
             cuts=self._stated_cuts(governor),
         )
 
@@ -483,28 +495,3 @@ class _Reading:
             return []
         regions = (region for one in self.tensors.values() for region in one.regions.values())
         return sorted({region.file for region in regions} & files)
-
-
-def _in_stored_order(tensor: ModuleTensor, outer: GovernedMap) -> GovernedMap:
-    """The map to the storages, when a column stores its shard in another order (transposed)."""
-    dtypes = {
-        shard.stretches[0].region.file: shard.record.dtype
-        for shard in tensor.shards.values()
-        if shard.stretches
-    }
-    require_one_value(dtypes, f"the dtype of {tensor.name}")
-    orders = {
-        column: stored_order(shard.record, tensor.name, _file_of(shard), column)
-        for column, shard in tensor.shards.items()
-    }
-    if not any(orders.values()):
-        return outer
-    inner = {
-        column: order or row_major_order(tensor.shards[column].shape, column)
-        for column, order in orders.items()
-    }
-    return replace(outer, map=nest(outer.map, inner))
-
-
-def _file_of(shard: ModuleShard) -> str:
-    return shard.stretches[0].region.file if shard.stretches else ""

@@ -26,8 +26,9 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.numbered import has_optimizer
 from reshard.formats.deepspeed.optimizer_records import stage_of
+from reshard.formats.deepspeed.own_names import wrongly_named
 from reshard.formats.deepspeed.problems import problems_inside
-from reshard.formats.deepspeed.rank_files import MOST_RANKS, wrongly_named
+from reshard.formats.deepspeed.rank_files import MOST_RANKS
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
@@ -149,9 +150,10 @@ class _Survey:
             self.stages[stage_of(archive)] += 1
 
     def _require_own_names(self) -> None:
-        for archive, fix in wrongly_named(self.archives):
-            what = f"a file carries the name of another rank ({archive.name}.pt)"
-            self._wrong(what, archive.path, fix)
+        carried = {archive.path: archive.name for archive in self.archives}
+        for file, whose, fix in wrongly_named(carried):
+            what = f"a file carries the name of another {whose} ({carried[file]}.pt)"
+            self._wrong(what, file, fix)
 
     # ----- together
 

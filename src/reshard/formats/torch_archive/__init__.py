@@ -27,6 +27,7 @@ from reshard.formats.torch_archive.known import (
 from reshard.formats.torch_archive.reader import (
     WRONG_CHECKSUM,
     Archive,
+    archive_name,
     read_archive,
     read_archive_within,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "SubclassForm",
     "SubparamShape",
     "TensorRecord",
+    "archive_name",
     "crc32",
     "crc32_combine",
     "lay_out_archive",

@@ -127,6 +127,23 @@ def read_archive_within(source: FileBytes) -> Archive:
     return _Opening(source, read_directory(source)).archive()
 
 
+def archive_name(path: str | os.PathLike[str]) -> str:
+    """Return the folder of an archive, called after the file it was written to; no more is read.
+
+    Raises
+    ------
+    MissingFileError, ArchiveError
+        As for :func:`read_archive`.
+    """
+    with FileBytes(os.fspath(path)) as source:
+        _refuse_other_formats(source)
+        return _folder_of(read_directory(source))
+
+
+def _folder_of(entries: Mapping[str, ZipEntry]) -> str:
+    return next(iter(entries), "").split("/")[0]
+
+
 def _refuse_other_formats(source: FileBytes) -> None:
     head = source.read(0, min(source.size, len(_LEGACY_MAGIC)))
     if head == _LEGACY_MAGIC:
@@ -144,7 +161,7 @@ class _Opening:
         self.source = source
         self.entries = entries
         self.problems: list[str] = []
-        self.folder = next(iter(entries), "").split("/")[0]
+        self.folder = _folder_of(entries)
 
     def archive(self) -> Archive:
         self._check_kind()
