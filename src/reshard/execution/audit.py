@@ -19,6 +19,7 @@ from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES, digest_of
 from reshard.execution.manifest import read_manifest
 from reshard.execution.output import gaps_of
+from reshard.execution.positional import read_at
 from reshard.formats.manifest import MANIFEST_NAME, ManifestFile, ManifestPart, malformed
 
 _WORDS = {
@@ -183,6 +184,6 @@ def _update(
 ) -> None:
     for at in range(0, nbytes, len(buffer)):
         view = buffer[: min(len(buffer), nbytes - at)]
-        if os.preadv(handle, [view], offset + at) != len(view):
+        if read_at(handle, view, offset + at) != len(view):
             raise OSError("the file is cut short")
         state.update(view)

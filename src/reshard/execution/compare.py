@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from reshard.execution.replicas import (
     raw_bits,
     same_bits,
 )
-from reshard.execution.sources import SourceFiles
+from reshard.execution.sources import Handles, SourceFiles
 from reshard.formats.checkpoint import COMPARED_EXTRAS, comparable_extra
 from reshard.formats.torch_archive import same_value, short_repr
 from reshard.planning import Move, PlannedFill, RouteBook, SourceTable, identity_fill
@@ -269,15 +269,29 @@ class _Side:
     findings: list[ReplicaFinding]
 
 
-def _side(
-    checkpoint: Checkpoint, keys: list[TensorKey], dtypes: Mapping[TensorKey, DType]
-) -> _Side:
-    table, book = SourceTable(checkpoint), RouteBook()
-    fills = {
+def _sides(
+    checkpoints: Sequence[Checkpoint], keys: list[TensorKey], dtypes: Mapping[TensorKey, DType]
+) -> tuple[_Side, ...]:
+    tables = [SourceTable(checkpoint) for checkpoint in checkpoints]
+    fills = [_fills(*side, keys, dtypes) for side in zip(checkpoints, tables, strict=True)]
+    files = [table.files() for table in tables]
+    handles = Handles(sum(map(len, files)))
+    return tuple(
+        _Side(made, SourceFiles(sources, handles), [source.name for source in sources], [])
+        for made, sources in zip(fills, files, strict=True)
+    )
+
+
+def _fills(
+    checkpoint: Checkpoint,
+    table: SourceTable,
+    keys: list[TensorKey],
+    dtypes: Mapping[TensorKey, DType],
+) -> dict[TensorKey, PlannedFill]:
+    book = RouteBook()
+    return {
         key: identity_fill(checkpoint.tensors[key], table, book, dtypes.get(key)) for key in keys
     }
-    sources = table.files()
-    return _Side(fills, SourceFiles(sources), [s.name for s in sources], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +332,7 @@ class _Pair:
     ) -> None:
         self.keys = keys
         self.rounded = frozenset(dtypes)
-        self.sides = (_side(left, keys, dtypes), _side(right, keys, dtypes))
+        self.sides = _sides((left, right), keys, dtypes)
         self._indexes = RouteIndexes()
         self._found: dict[TensorKey, _Found] = {}
         self._lock = threading.Lock()

@@ -26,6 +26,7 @@ from reshard.execution.blocks import Task, leaves_of, parts_of, tasks_of
 from reshard.execution.digests import digest_of
 from reshard.execution.durable import reserve, start_writing
 from reshard.execution.journal import Journal, Records, SlotRecord
+from reshard.execution.positional import read_at, write_all
 from reshard.execution.replicas import ReplicaFinding, joined_findings
 from reshard.execution.stream import Leaves, stream
 from reshard.formats.torch_archive import crc32, crc32_combine
@@ -52,13 +53,6 @@ def output_error(error: OSError, file: object) -> OutputError:
         found=error.strerror or str(error),
         next_step=f"{'make room' if full else 'repair that'}, then continue with --resume",
     )
-
-
-def write_all(handle: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of ``data`` at ``offset``, however many calls it takes."""
-    done = os.pwrite(handle, data, offset)
-    while done < len(data):
-        done += os.pwrite(handle, memoryview(data)[done:], offset + done)
 
 
 def gaps_of(size: int, slots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -296,7 +290,7 @@ def rest_digest(handle: int, planned: PlannedFile, buffer: memoryview) -> str:
     for start, stop in gaps_of(planned.size, filled_ranges(planned)):
         for at in range(start, stop, len(buffer)):
             view = buffer[: min(len(buffer), stop - at)]
-            if os.preadv(handle, [view], at) != len(view):
+            if read_at(handle, view, at) != len(view):
                 raise OutputError("an output file is cut short", file=planned.path)
             state.update(view)
     return state.hexdigest()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
-from reshard.execution.output import write_all
+from reshard.execution.positional import write_all
 from reshard.execution.sources import SourceFiles
 
 if TYPE_CHECKING:

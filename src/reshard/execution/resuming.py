@@ -18,6 +18,7 @@ from reshard.execution.blocks import Part, parts_of
 from reshard.execution.crew import Crew, in_order
 from reshard.execution.journal import Records, SlotRecord
 from reshard.execution.output import TaskResult, rest_digest, slot_record
+from reshard.execution.positional import read_at
 from reshard.execution.stream import Leaves, Produce, stream
 from reshard.formats.torch_archive import crc32
 
@@ -97,7 +98,7 @@ def _holds(
         return False
 
     def produce(_: Part, start: int, stop: int, view: memoryview) -> None:
-        if os.preadv(handle, [view], slot.offset + start) != stop - start:
+        if read_at(handle, view, slot.offset + start) != stop - start:
             raise EOFError(file.path)
 
     try:

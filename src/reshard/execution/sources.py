@@ -13,6 +13,7 @@ content.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from reshard.errors import CheckpointError, MissingFileError, count_text
+from reshard.execution.positional import read_at
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,17 +33,56 @@ if TYPE_CHECKING:
 
 EDGE_NBYTES = 64 * 1024
 SPARE_HANDLES = 64
+"""Files that whoever reads may have open beside those that are kept open."""
+
+PASSING_HANDLES = 16
+"""Of these, files that are opened for one read at a time."""
+
+
+class Handles:
+    """How many source files may stay open: one budget for all that are read at a time.
+
+    Parameters
+    ----------
+    wanted
+        Number of source files. The soft limit of the process is raised where the hard one allows
+        it.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self._left = _handles_allowed(wanted)
+        self._lock = threading.Lock()
+        self.passing = threading.BoundedSemaphore(PASSING_HANDLES)
+        """Held while a file is open that does not stay open."""
+
+    def take(self) -> bool:
+        """Whether one more file may stay open; it is counted then."""
+        with self._lock:
+            spared = self._left > 0
+            self._left -= spared
+            return spared
+
+    def give_back(self, count: int) -> None:
+        """Count files that were closed."""
+        with self._lock:
+            self._left += count
 
 
 def _handles_allowed(wanted: int) -> int:
-    """How many files may stay open; the soft limit is raised where the hard one allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE_HANDLES
-    if soft < needed:
-        ceiling = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (ceiling, hard))
-        soft = ceiling
-    return max(soft - SPARE_HANDLES, 1)
+    taken = _open_files() + SPARE_HANDLES
+    if soft < taken + wanted:
+        soft = taken + wanted if hard == resource.RLIM_INFINITY else min(hard, taken + wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(soft - taken, 0)
+
+
+def _open_files() -> int:
+    """How many files the process has open already; none where the system does not tell."""
+    try:
+        return sum(1 for _ in Path("/dev/fd").iterdir())
+    except OSError:
+        return 0
 
 
 class SourceFiles:
@@ -51,6 +92,8 @@ class SourceFiles:
     ----------
     sources
         The files and the sizes they must have.
+    handles
+        The budget of open files, where others read at the same time; by default one of its own.
 
     Raises
     ------
@@ -61,9 +104,9 @@ class SourceFiles:
         :meth:`check_unchanged` when it was written to meanwhile.
     """
 
-    def __init__(self, sources: Sequence[PlannedSource]) -> None:
+    def __init__(self, sources: Sequence[PlannedSource], handles: Handles | None = None) -> None:
         self._sources = tuple(sources)
-        self._allowed = _handles_allowed(len(self._sources))
+        self._budget = handles or Handles(len(self._sources))
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
         found = [self._stat(index) for index in range(len(self._sources))]
@@ -95,25 +138,26 @@ class SourceFiles:
         with self._lock:
             for handle in self._handles.values():
                 os.close(handle)
+            self._budget.give_back(len(self._handles))
             self._handles.clear()
 
     def read_into(self, source: int, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a file from ``offset`` on."""
-        handle = self._handles.get(source)
-        if handle is None:
-            handle = self._open(source)
         try:
-            done = os.preadv(handle, [buffer], offset)
-            while done < len(buffer):
-                step = os.preadv(handle, [buffer[done:]], offset + done)
-                if step == 0:
-                    raise self._ended(source, offset + done)
-                done += step
+            handle = self._kept(source)
+            if handle is not None:
+                done = read_at(handle, buffer, offset)
+            else:
+                with self._budget.passing:
+                    handle = self._opened(source)
+                    try:
+                        done = read_at(handle, buffer, offset)
+                    finally:
+                        os.close(handle)
         except OSError as error:
             raise self._unreadable(source, error) from error
-        finally:
-            if source not in self._handles:
-                os.close(handle)
+        if done < len(buffer):
+            raise self._ended(source, offset + done)
 
     def fingerprints(self) -> list[tuple[str, int, str]]:
         """`(name, bytes, digest of both ends)` of every file."""
@@ -135,17 +179,22 @@ class SourceFiles:
                     next_step="wait until the job that writes it has ended, then start again",
                 )
 
-    def _open(self, source: int) -> int:
-        with self._lock:
-            if source in self._handles:
-                return self._handles[source]
-            try:
-                handle = os.open(self._sources[source].path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise self._unreadable(source, error) from error
-            if len(self._handles) < self._allowed:
-                self._handles[source] = handle
+    def _kept(self, source: int) -> int | None:
+        """The handle of a file that stays open; None where the budget is spent."""
+        handle = self._handles.get(source)
+        if handle is not None:
             return handle
+        with self._lock:
+            if source not in self._handles and self._budget.take():
+                try:
+                    self._handles[source] = self._opened(source)
+                except OSError:
+                    self._budget.give_back(1)
+                    raise
+            return self._handles.get(source)
+
+    def _opened(self, source: int) -> int:
+        return os.open(self._sources[source].path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _stat(self, index: int) -> os.stat_result:
         path = self._sources[index].path
@@ -179,5 +228,7 @@ class SourceFiles:
             "a source file cannot be read",
             file=self._sources[source].path,
             found=error.strerror or str(error),
-            next_step="repair or restore the file, then continue with --resume",
+            next_step="raise the limit of open files (ulimit -n), then continue with --resume"
+            if error.errno in (errno.EMFILE, errno.ENFILE)
+            else "repair or restore the file, then continue with --resume",
         )

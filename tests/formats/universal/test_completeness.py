@@ -8,16 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import reshard
 from reshard import api
-from reshard.errors import ArchiveError, MissingFileError, OutputError, ReshardError
+from reshard.errors import (
+    ArchiveError,
+    CheckpointError,
+    MissingFileError,
+    OutputError,
+    ReshardError,
+)
 from tests.truth import GOLDEN
 
 SOURCE = GOLDEN / "odd_z1_dp2_fp32" / "ckpt"
 MANIFEST = "reshard_manifest.json"
 FIX = "copy the file again, convert again, or remove the manifest if the folder was written anew"
 LISTED = "a file is missing that the manifest of the folder lists"
+COPY = "copy the folder again, or leave the state out with --states"
 REMEDY = "remove it to read the folder without it; then nothing says whether a file is missing"
 
 
@@ -122,11 +130,61 @@ class TestWithoutAManifest:
         )
         assert [fault.parameter for fault in api.diagnose(bare).faults] == ["embed.weight"]
 
-    def test_a_lost_state_is_told(self, bare: Path) -> None:
-        (bare / "zero" / "embed.weight" / "exp_avg.pt").unlink()
+    @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", "step"])
+    def test_a_lost_state_of_several(self, bare: Path, state: str) -> None:
+        (bare / "zero" / "embed.weight" / f"{state}.pt").unlink()
+        left = ", ".join(sorted({"exp_avg", "exp_avg_sq", "step"} - {state}))
+        error = refusal(bare)
+        assert type(error) is CheckpointError
+        assert str(error) == (
+            f"a state of a parameter is missing that others of its group have: {bare}/zero, "
+            f"parameter embed.weight, state {state}: found only {left}; next: {COPY}"
+        )
+
+    def test_no_state_at_all_is_told(self, bare: Path) -> None:
+        """As of a parameter that was never updated."""
+        for state in ("exp_avg", "exp_avg_sq", "step"):
+            (bare / "zero" / "embed.weight" / f"{state}.pt").unlink()
         assert [str(note) for note in reshard.open_checkpoint(bare).problems] == [
-            f"no exp_avg, which other parameters have: {bare}/zero, embed.weight"
+            f"no {state}, which other parameters have: {bare}/zero, embed.weight"
+            for state in ("exp_avg", "exp_avg_sq")
         ]
+
+    @pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
+    def test_a_state_of_another_shape(self, bare: Path, state: str) -> None:
+        path = bare / "zero" / "embed.weight" / f"{state}.pt"
+        whole = torch.load(path)["param"]
+        torch.save({"param": whole[:, :-1].clone()}, path)
+        odd = "exp_avg" if state == "fp32" else state  # the weights say what the shape is
+        shapes = [tuple(whole.shape), tuple(whole[:, :-1].shape)]
+        if state == "fp32":
+            shapes.reverse()
+        assert str(refusal(bare)) == (
+            f"a state has another shape than its parameter: {bare}/zero/embed.weight/{odd}.pt, "
+            f"parameter embed.weight, state {odd}: expected {shapes[0]}, found {shapes[1]}; "
+            f"next: {COPY}"
+        )
+
+    @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
+    def test_a_state_of_another_type(self, bare: Path, state: str) -> None:
+        path = bare / "zero" / "embed.weight" / f"{state}.pt"
+        torch.save({"param": torch.load(path)["param"].bfloat16()}, path)
+        assert str(refusal(bare)) == (
+            "a state is of another element type than with other parameters: "
+            f"{path}, parameter embed.weight, state {state}: expected float32, found bfloat16; "
+            f"next: {COPY}"
+        )
+
+    def test_one_type_for_all_moments(self, bare: Path) -> None:
+        """The moments may be of another type than the weights, and be so for all parameters."""
+        for path in (bare / "zero").rglob("exp_avg*.pt"):
+            torch.save({"param": torch.load(path)["param"].bfloat16()}, path)
+        assert api.diagnose(bare).healthy
+
+    def test_a_number_has_no_shape(self, bare: Path) -> None:
+        for path in (bare / "zero").rglob("exp_avg.pt"):
+            torch.save({"param": torch.tensor(2.0)}, path.with_name("trust.pt"))
+        assert api.diagnose(bare).healthy
 
     def test_without_loss_it_is_read(self, bare: Path) -> None:
         assert api.diagnose(bare).healthy

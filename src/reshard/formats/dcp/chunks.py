@@ -13,7 +13,6 @@ few hundred bytes each. What it says of itself must agree with the index.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path as FilePath
@@ -38,12 +37,15 @@ from reshard.layouts.builders import row_major_strides
 
 Strides = tuple[int, ...]
 
+MOST_OPEN = 64
+"""Data files that stay open: a save of thousands of ranks has more than a process may open."""
+
 LARGEST = 1 << 62
 """Most elements of a tensor, the bound of the geometry."""
 
 
 class DataFiles:
-    """The data files of a folder, each opened once; a context that closes them.
+    """The data files of a folder, the last few of them open; a context that closes them.
 
     Parameters
     ----------
@@ -57,13 +59,13 @@ class DataFiles:
         self.folder = folder
         self.index = index
         self._open: dict[str, FileBytes] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> DataFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for source in self._open.values():
+            source.close()
 
     def archive(self, name: str, offsets: tuple[int, ...] | None) -> Archive:
         """Open the archive of a chunk, or of an object when ``offsets`` is None."""
@@ -83,7 +85,7 @@ class DataFiles:
             raise _of_the_entry(error, name) from error
 
     def _file(self, name: str, place: Place) -> FileBytes:
-        source = self._open.get(place.file)
+        source = self._open.pop(place.file, None)
         if source is None:
             path = self.folder / place.file
             try:
@@ -96,7 +98,9 @@ class DataFiles:
                     parameter=name,
                     next_step="copy it from the node that wrote it",
                 ) from None
-            self._open[place.file] = self._stack.enter_context(source)
+            if len(self._open) == MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+        self._open[place.file] = source
         return source
 
 

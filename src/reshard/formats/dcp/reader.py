@@ -50,6 +50,7 @@ from reshard.formats.dcp.tree import (
 from reshard.formats.folders import TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
+from reshard.formats.states import require_even, states_by_name, uneven_states
 from reshard.formats.torch_archive import read_scalar, short_repr
 
 FP32 = "fp32"
@@ -138,6 +139,8 @@ class _Reading:
                 found.tensors[name, FP32] = self._tensor(name, FP32, entry, roles[name])
         for state in () if found.optimizer is None else found.optimizer.states:
             self._add_state(found, state)
+        held = states_by_name((*found.tensors, *found.scalars))
+        require_even(held, [list(map(str, group.names)) for group in found.groups], self.index.file)
         return Checkpoint(
             format="dcp",
             path=str(self.folder.path),
@@ -308,6 +311,7 @@ class _Reading:
                 f"entries of neither the model nor the optimizer are not carried: {_listing(rest)}",
                 self.index.file,
             )
+        yield from uneven_states(states_by_name(found.tensors), found.trained, self.index.file)
         yield from self._unclear_roles(found, {*carried.roles, *aliases})
 
     def _unclear_roles(self, found: _Sorted, clear: set[str]) -> Iterator[Problem]:

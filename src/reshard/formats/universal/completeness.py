@@ -9,15 +9,13 @@ are not among them: DeepSpeed's converter writes none.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 from reshard.errors import MissingFileError, count_text
-from reshard.formats.checkpoint import Problem
 from reshard.formats.parsing import Cursor
-
-WEIGHTS = "fp32"
-"""The state that every trained parameter has, unless no state of this name was written."""
+from reshard.formats.states import WEIGHTS
 
 
 def require_parameters(
@@ -46,7 +44,7 @@ def require_parameters(
     """
     weights = {name for name, held in states.items() if WEIGHTS in held}
     there = weights or states.keys()
-    listed = {name: model.file for model in models for name in _trained(model)}
+    listed = {name: model.file for model in models for name in chain(*trained_groups(model))}
     lost = [name for name in listed if name not in there and name not in set(aliases)]
     if lost:
         raise MissingFileError(
@@ -59,25 +57,8 @@ def require_parameters(
         )
 
 
-def uneven_states(
-    zero: Path, models: Iterable[Cursor], states: Mapping[str, set[str]]
-) -> Iterator[Problem]:
-    """Tell of trained parameters without a state that others have.
-
-    That is no fault: an optimizer keeps no state of what it never updated.
-    """
-    trained = sorted({name for model in models for name in _trained(model)} & states.keys())
-    for state in sorted(set().union(*(states[name] for name in trained))):
-        without = [name for name in trained if state not in states[name]]
-        if without:
-            more = f" (and {len(without) - 1} more)" if len(without) > 1 else ""
-            what = f"no {state}, which other parameters have"
-            yield Problem(what + more, str(zero), without[0])
-
-
-def _trained(model: Cursor) -> Iterator[str]:
-    """The trained parameters that a model-state file lists."""
+def trained_groups(model: Cursor) -> list[list[str]]:
+    """The trained parameters that a model-state file lists, by group."""
     groups = model.maybe("param_shapes")
     listed = groups.each() if groups and isinstance(groups.value, (list, tuple)) else []
-    for group in listed:
-        yield from (name for name, _ in group.named())
+    return [[name for name, _ in group.named()] for group in listed]

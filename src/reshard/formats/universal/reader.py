@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from reshard.formats.model_keys import (
 )
 from reshard.formats.parsing import Cursor
 from reshard.formats.pipelines import PIPELINE, read_pipeline
+from reshard.formats.states import require_alike, require_even, states_by_name, uneven_states
 from reshard.formats.torch_archive import (
     Archive,
     TensorRecord,
@@ -45,7 +47,7 @@ from reshard.formats.torch_archive import (
     read_scalar,
     same_value,
 )
-from reshard.formats.universal.completeness import require_parameters, uneven_states
+from reshard.formats.universal.completeness import require_parameters, trained_groups
 from reshard.formats.universal.names import LAYERS, OPTIMIZER_STATE, SCALARS, STEP, ZERO
 from reshard.layouts.builders import replicated_map
 
@@ -87,12 +89,13 @@ def open_universal(folder: TagFolder) -> Checkpoint:
                 name, state, archive, shapes.get(name), _role(name, model)
             )
             restore_keys.setdefault(name, _restore_keys(archive))
-    held: dict[str, set[str]] = {}
-    for name, state in tensors:
-        held.setdefault(name, set()).add(state)
+    held = states_by_name(tensors)
     require_parameters(folder.path / ZERO, models, held, aliases)
+    require_alike(tensors)
     if optimizer is not None:
         scalars |= _other_scalars(optimizer)
+    groups = [group for one in models for group in trained_groups(one)]
+    require_even(states_by_name((*tensors, *scalars)), groups, folder.path / ZERO)
     return Checkpoint(
         format="universal",
         path=str(folder.path),
@@ -105,7 +108,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         files=tuple(files) + _other_files(folder.path),
         problems=(
             *_problems(folder.path, tensors),
-            *uneven_states(folder.path / ZERO, models, held),
+            *uneven_states(held, chain(*groups), folder.path / ZERO),
         ),
     )
 
@@ -321,10 +324,9 @@ def _model_extras(models: Sequence[Cursor]) -> dict[str, Extra]:
     extras = {key: Extra(root[key], model.file) for key in CARRIED if root.get(key) is not None}
     extras["client_state"] = Extra(client_state(root), model.file)
     extras["model_files"] = Extra(_passed_through(models))
-    groups = model.maybe("param_shapes")
-    if groups is not None and isinstance(groups.value, (list, tuple)):
-        names = [[name for name, _ in group.named()] for group in groups.each()]
-        extras["groups"] = Extra(names, model.file)
+    groups = trained_groups(model)
+    if groups:
+        extras["groups"] = Extra(groups, model.file)
     return extras
 
 
