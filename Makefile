@@ -4,6 +4,7 @@
 #   make demo    a new environment, a real checkpoint converted and verified
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make test-crash    killed at hundreds of random moments, resumed, compared
+#   make test-live    1,000 random transfers between running processes
 #   make docs    the documentation, as pages in site/, from a strict build
 #   make bench   every figure of docs/, side by side with the tools of DeepSpeed and torch
 
@@ -26,7 +27,7 @@ SIZE ?= quick
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
-.PHONY: test test-crash test-matrix lint types unit docs demo bench golden clean help
+.PHONY: test test-crash test-live test-matrix lint types unit docs demo bench golden clean help
 
 test: lint types docs unit
 
@@ -53,6 +54,10 @@ test-matrix: $(VENV)/ready
 # many more moments to be killed at than CI has time for
 test-crash: $(VENV)/ready
 	RESHARD_CRASHES=400 $(BIN)/python -m pytest tests/execution/test_crash.py
+
+# the live transfer between many more random maps than CI has time for
+test-live: $(VENV)/ready
+	RESHARD_LIVE_CASES=1000 $(BIN)/python -m pytest tests/live/test_random_maps.py
 
 # torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt

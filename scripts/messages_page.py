@@ -120,6 +120,14 @@ FAMILIES = {
             "[layout](layouts.md), or the number of ranks."
         ),
     ),
+    "live": (
+        "Between running processes",
+        (
+            "Ranks of a live transfer contradict each other, one refused or was lost, or a "
+            "message is damaged: the same on all ranks where it follows from what all said. "
+            "The source is as it was."
+        ),
+    ),
     "planning": (
         "Planning",
         (

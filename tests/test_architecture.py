@@ -9,6 +9,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ LAYERS = (
     "formats",
     "planning",
     "execution",
+    "live",
     "api",
     "cli",
 )
@@ -204,7 +206,7 @@ def test_only_the_command_line_draws_and_parses_options() -> None:
     assert [module.name for module in others if packages(module) & drawing] == []
 
 
-def test_heavy_packages_are_never_imported() -> None:
+def test_heavy_packages_are_imported_by_live_only() -> None:
     """A torch tensor that a caller hands in is met by what it can do, not by importing torch."""
     importing = [
         f"{module.name} imports {name}"
@@ -212,7 +214,20 @@ def test_heavy_packages_are_never_imported() -> None:
         for name, for_types in module.imports()
         if name.split(".")[0] in HEAVY and not for_types
     ]
-    assert importing == []
+    assert [one for one in importing if not re.match(r"live\S* imports torch\b", one)] == []
+
+
+def test_live_knows_no_files() -> None:
+    """Processes for files: what it moves is memory, save where a checkpoint is the source."""
+    knowing = [
+        f"{module.name} imports {name}"
+        for module in modules()
+        for name in own_imports(module)
+        if module.layer == "live" and module.name != "live.checkpoints"
+        if name.split(".")[0] in ("formats", "planning", "execution")
+    ]
+    assert knowing == []
+    assert [m.name for m in modules() if m.layer == "live" and packages(m) & FILE_MODULES] == []
 
 
 def test_nothing_executes_pickles() -> None:

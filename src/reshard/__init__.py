@@ -28,6 +28,7 @@ from reshard.errors import (
     ReshardError,
     ScaledStateError,
     TraceError,
+    TransferError,
     UnknownLayoutError,
     UnsupportedError,
     UsageError,
@@ -35,6 +36,7 @@ from reshard.errors import (
 from reshard.first_use import looked_up
 
 if TYPE_CHECKING:
+    from reshard import live
     from reshard.api import (
         annotate,
         convert,
@@ -72,6 +74,7 @@ _HOMES = {
     "segmented_map": "reshard.layouts.builders",
     "sub_param_map": "reshard.layouts.builders",
     "expert_map": "reshard.layouts.experts",
+    "live": "reshard.live",
     "deepspeed_info": "reshard.formats.deepspeed.info_entry",
     "trace_map": "reshard.geometry",
     "DcpOptions": "reshard.formats.dcp.options",
@@ -109,6 +112,7 @@ __all__ = [
     "SafetensorsOptions",
     "ScaledStateError",
     "TraceError",
+    "TransferError",
     "TransferPlan",
     "UnknownLayoutError",
     "UnsupportedError",
@@ -124,6 +128,7 @@ __all__ = [
     "dtype_rules",
     "expert_map",
     "inspect",
+    "live",
     "open_checkpoint",
     "read",
     "replicated_map",

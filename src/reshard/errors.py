@@ -258,6 +258,13 @@ class UnsupportedError(ReshardError, NotImplementedError):
     """The input is sound, and this version of reshard has no exact way to treat it."""
 
 
+class TransferError(ReshardError, RuntimeError):
+    """Ranks of a live transfer contradict each other, one refused or was lost, or a message is bad.
+
+    Where it follows from what all ranks have said it is the same on all of them.
+    """
+
+
 class OutputError(ReshardError, OSError):
     """The destination exists, is the source, cannot be written, or has no room."""
 

@@ -25,7 +25,7 @@ def looked_up(
     name
         The name that is asked for.
     homes
-        Public name -> the module that defines it.
+        Public name -> the module that defines it, or that it is.
     namespace
         The package's ``globals()``.
 
@@ -46,6 +46,7 @@ def looked_up(
     if home is None:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     with _LOOKUP:
-        value: object = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+    value: object = module if home.endswith(f".{name}") else getattr(module, name)
     namespace[name] = value
     return value

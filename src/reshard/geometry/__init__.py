@@ -20,7 +20,7 @@ from reshard.geometry.algebra import (
     restrict,
 )
 from reshard.geometry.balance import Balance
-from reshard.geometry.balancing import balance_of
+from reshard.geometry.balancing import Wanted, balance_of
 from reshard.geometry.composition import alternates, compose
 from reshard.geometry.nesting import cut_flat_range, locate, nest
 from reshard.geometry.piece import AffinePiece
@@ -42,6 +42,7 @@ __all__ = [
     "Segment",
     "SegmentTable",
     "TransferPlan",
+    "Wanted",
     "alternates",
     "balance_of",
     "balanced",

@@ -1,8 +1,9 @@
 """Balancing: plans in which the busiest source rank gives as little as it can.
 
 Theory. The target pieces are cut where the set of source holders changes; every part then belongs
-to one class. How much each holder gives of each class is a flow problem, solved exactly
-(:mod:`reshard.geometry.balance`). To realise the shares, the parts of a class are laid one after
+to one class, the holders that may give it. How much each holder gives of each class is a flow
+problem, solved exactly (:mod:`reshard.geometry.balance`), for one tensor or for the classes of many
+together. To realise the shares, the parts of a class are laid one after
 the other in canonical order and cut where one holder's share ends and the next one's begins; a
 cut in the middle of a block leaves at most 2N−1 blocks. Each part is then matched with the pieces
 of the holder that gives it.
@@ -10,7 +11,8 @@ of the holder that gives it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,20 +26,92 @@ from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import TransferPlan
 from reshard.geometry.tables import LinkTable
 
+Eligible = Callable[[Locations, int], Locations]
+"""``(locations, target_rank) -> the locations that may give``, ascending, at least one."""
+
+
+def _all_of_them(locations: Locations, _target_rank: int) -> Locations:
+    return locations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a target wants of a source, cut into parts by who may give them.
+
+    Parameters
+    ----------
+    target, source
+        The maps.
+    held
+        What the source ranks hold.
+    parts, place
+        The parts of the target pieces, near ``F``, and the set of source holders of each, as an
+        index into ``held.holders``.
+    givers, choice
+        The distinct sets of ranks that may give, and the set of each part.
+    """
+
+    target: ParamAffineMap
+    source: ParamAffineMap
+    held: PieceTable
+    parts: PieceTable
+    place: Ints
+    givers: tuple[Locations, ...]
+    choice: Ints
+
+    @classmethod
+    def of(
+        cls, target: ParamAffineMap, source: ParamAffineMap, eligible: Eligible = _all_of_them
+    ) -> Wanted:
+        """Return what a target wants of a source; of its holders, some may be eligible only.
+
+        Raises
+        ------
+        CompositionError
+            When the maps describe tensors of different sizes.
+        """
+        check_sizes(target, source)
+        held = layers_of(source)[0]
+        parts, place = _classed(target, held)
+        pairs, which = np.unique(np.stack([place, parts.rank]), axis=1, return_inverse=True)
+        sets: dict[Locations, int] = {}
+        index = [
+            sets.setdefault(eligible(held.holders[one], rank), len(sets))
+            for one, rank in pairs.T.tolist()
+        ]
+        choice = np.array(index, np.int64)[which.reshape(-1)]
+        return cls(target, source, held, parts, place, tuple(sets), choice)
+
+    def demands(self) -> dict[Locations, int]:
+        """Elements wanted of each set of ranks, those of one rank too."""
+        sums = grouped_sums(self.choice, self.parts.link.numel())
+        return {self.givers[one]: n for one, n in sums.items()}
+
+    def plan(self, shares: Shares) -> TransferPlan:
+        """Return the plan in which each set of several ranks gives by its shares."""
+        rows, givers, links = _assigned(self, shares)
+        cut, place = self.parts.take(rows), self.place[rows]
+        parts = PieceTable(cut.rank, cut.index, links, cut.scale, cut.place, cut.holders)
+        # A part is matched with the pieces of its class at its giver.
+        many = len(self.held.holders)
+        ranks, _ = places_of(np.concatenate([givers, self.held.rank]))
+        key = ranks[: len(givers)] * many + place
+        held_key = ranks[len(givers) :] * many + self.held.place
+        found = matched(links, self.held.link, key, held_key)
+        return filled(self.target, self.source, segments_of(parts, self.held, found))
+
+
+def parted(demands: dict[Locations, int]) -> tuple[dict[Locations, int], dict[int, int]]:
+    """Return the demands of sets of several ranks, and those of single ranks by rank."""
+    fixed = {ranks[0]: n for ranks, n in demands.items() if len(ranks) == 1}
+    return {ranks: n for ranks, n in demands.items() if len(ranks) > 1}, fixed
+
 
 def compose_balanced(target: ParamAffineMap, source: ParamAffineMap) -> TransferPlan:
     """Return the plan whose busiest source rank gives least; see :func:`compose`."""
-    held = layers_of(source)[0]
-    parts, place = _classed(target, held)
-    shares, _ = share_out(*_demands(held, parts, place))
-    parts, place, giver = _assigned(held, parts, place, shares)
-    # A part is matched with the pieces of its class at its giver.
-    many = len(held.holders)
-    ranks, _ = places_of(np.concatenate([giver, held.rank]))
-    key = ranks[: len(giver)] * many + place
-    held_key = ranks[len(giver) :] * many + held.place
-    found = matched(parts.link, held.link, key, held_key)
-    return filled(target, source, segments_of(parts, held, found))
+    wanted = Wanted.of(target, source)
+    shares, _ = share_out(*parted(wanted.demands()))
+    return wanted.plan(shares)
 
 
 def balance_of(target: ParamAffineMap, source: ParamAffineMap, plan: TransferPlan) -> Balance:
@@ -55,9 +129,7 @@ def balance_of(target: ParamAffineMap, source: ParamAffineMap, plan: TransferPla
     CompositionError
         When the maps describe tensors of different sizes.
     """
-    check_sizes(target, source)
-    held = layers_of(source)[0]
-    _, bound = share_out(*_demands(held, *_classed(target, held)))
+    _, bound = share_out(*parted(Wanted.of(target, source).demands()))
     loads = plan.table.numel_by_source()
     return Balance(tuple(sorted(loads.items())), bound)
 
@@ -81,34 +153,21 @@ def _classed(target: ParamAffineMap, held: PieceTable) -> tuple[PieceTable, Ints
     )
 
 
-def _demands(
-    held: PieceTable, parts: PieceTable, place: Ints
-) -> tuple[dict[Locations, int], dict[int, int]]:
-    """Return the elements wanted of each replicated class, and those of single holders."""
-    wanted = {held.holders[one]: n for one, n in grouped_sums(place, parts.link.numel()).items()}
-    fixed = {ranks[0]: n for ranks, n in wanted.items() if len(ranks) == 1}
-    return {ranks: n for ranks, n in wanted.items() if len(ranks) > 1}, fixed
-
-
-def _assigned(
-    held: PieceTable, parts: PieceTable, place: Ints, shares: Shares
-) -> tuple[PieceTable, Ints, Ints]:
-    """Give every part to a holder, cutting those that two holders share."""
-    first = np.array([ranks[0] for ranks in held.holders], np.int64)
-    kept = np.flatnonzero([len(held.holders[one]) == 1 for one in place.tolist()])
-    rows, givers, links = kept.tolist(), first[place[kept]].tolist(), parts.link.take(kept).links()
-    for one, ranks in enumerate(held.holders):
-        mine = np.flatnonzero(place == one)
-        if len(ranks) > 1 and len(mine):
-            quota = list(shares[ranks].items())
-            for row, giver, link in _dealt(mine.tolist(), parts.link.take(mine).links(), quota):
-                rows.append(row)
-                givers.append(giver)
-                links.append(link)
-    at = np.array(rows, np.int64)
-    cut = parts.take(at)
-    table = PieceTable(cut.rank, cut.index, LinkTable.of(links), cut.scale, cut.place, cut.holders)
-    return table, place[at], np.array(givers, np.int64)
+def _assigned(wanted: Wanted, shares: Shares) -> tuple[Ints, Ints, LinkTable]:
+    """Give every part to a rank, cutting those that two ranks share: rows, ranks, blocks."""
+    first = np.array([ranks[0] for ranks in wanted.givers], np.int64)
+    single = np.array([len(ranks) == 1 for ranks in wanted.givers], bool)
+    kept = np.flatnonzero(single[wanted.choice])
+    rows, givers = kept.tolist(), first[wanted.choice[kept]].tolist()
+    links = wanted.parts.link.take(kept).links()
+    for one in np.flatnonzero(~single).tolist():
+        mine = np.flatnonzero(wanted.choice == one)
+        quota = list(shares[wanted.givers[one]].items())
+        for row, giver, link in _dealt(mine.tolist(), wanted.parts.link.take(mine).links(), quota):
+            rows.append(row)
+            givers.append(giver)
+            links.append(link)
+    return np.array(rows, np.int64), np.array(givers, np.int64), LinkTable.of(links)
 
 
 def _dealt(

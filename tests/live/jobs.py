@@ -1,0 +1,261 @@
+"""The jobs that ranks run in the tests of :mod:`reshard.live`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import distributed
+
+from reshard import AffinePiece, ParamAffineMap, ReshardError, TransferError, live
+from reshard.layouts import contiguous_split_map, replicated_map
+from reshard.live.transport import GroupTransport, Parcel
+from tests.properties.strategies import a_map
+
+DTYPES = ("float32", "bfloat16", "float64", "uint8", "bool", "complex64", "float8_e4m3fn", "int64")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random maps of some tensors over random ranks of a group, from a seed."""
+
+    seed: int
+    world: int
+
+    @functools.cache  # noqa: B019 - few, and as long as the tests
+    def maps(self) -> dict[tuple[str, str], tuple[str, ParamAffineMap, ParamAffineMap]]:
+        """Element type, source and target map of each tensor, over ranks of the group."""
+        rnd = Random(self.seed)
+        sides = [sorted(rnd.sample(range(self.world), rnd.randint(1, self.world))) for _ in "st"]
+        found = {}
+        for number in range(rnd.randint(1, 4)):
+            total = rnd.choice([1, 7, 24, 36, 48, 60])
+            one, other = (_over(a_map(rnd, total, len(side)), side) for side in sides)
+            other = ParamAffineMap(one.logical_shape, other.shard_shapes, other.pieces_by_rank)
+            state = rnd.choice(["fp32", "exp_avg", "momentum"])
+            found[f"t{number}", state] = (rnd.choice(DTYPES), one, other)
+        return found
+
+    def shards(self, key: tuple[str, str]) -> dict[int, torch.Tensor]:
+        """Random bits of the full tensor, cut by the source map."""
+        dtype, source, _ = self.maps()[key]
+        made = torch.Generator().manual_seed(self.seed * 8 + int(key[0][1:]))
+        item = getattr(torch, dtype).itemsize
+        high = 2 if dtype == "bool" else 256
+        full = torch.randint(0, high, (source.numel * item,), generator=made, dtype=torch.uint8)
+        whole = full.view(getattr(torch, dtype)).reshape(source.logical_shape)
+        return {rank: source.extract(whole, rank) for rank in source.ranks}
+
+
+def _over(one: ParamAffineMap, ranks: Sequence[int]) -> ParamAffineMap:
+    """The map with its ranks renamed."""
+    name = dict(enumerate(ranks))
+    return ParamAffineMap(
+        one.logical_shape,
+        {name[rank]: shape for rank, shape in one.shard_shapes.items()},
+        {
+            name[rank]: [piece.held_by(name[r] for r in piece.locations) for piece in pieces]
+            for rank, pieces in one.pieces_by_rank.items()
+        },
+    )
+
+
+def states_of(drawn: Drawn, rank: int) -> tuple[live.LiveState, live.LiveState]:
+    """What a rank has and wants."""
+    sides: tuple[list[live.Shard], list[live.Shard]] = ([], [])
+    for (name, state), (dtype, source, target) in drawn.maps().items():
+        if rank in source.ranks:
+            held = drawn.shards((name, state))[rank]
+            sides[0].append(live.shard_of(name, state, source, rank, held))
+        if rank in target.ranks:
+            room = torch.zeros(target.shard_shapes[rank], dtype=getattr(torch, dtype))
+            sides[1].append(live.shard_of(name, state, target, rank, room))
+    return live.LiveState(tuple(sides[0])), live.LiveState(tuple(sides[1]))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def move_drawn(seeds: Sequence[int], budget: int) -> list[dict[str, Any]]:
+    """Move random states by random maps; what arrived, and what plan and process say was sent."""
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    answers = []
+    for seed in seeds:
+        source, target = states_of(Drawn(seed, world), rank)
+        before = [bits(shard.tensor) for shard in source.shards]
+        done = live.move(source, target, budget=budget)
+        if [bits(shard.tensor) for shard in source.shards] != before:
+            raise AssertionError("the source was written to")
+        answers.append(
+            {
+                "shards": {shard.key: bits(shard.tensor) for shard in target.shards},
+                "sent": done.sent_bytes,
+                "plan": done.plan.sent_by_rank.get(rank, 0),
+                "least": done.plan.decision.least_bytes,
+                "busiest": (
+                    max(done.plan.sent_by_rank.values(), default=0),
+                    done.plan.decision.least_busiest,
+                ),
+                "rounds": (done.plan.rounds, done.plan.largest_degree),
+                "digest": hashlib.sha256(done.plan.digest().encode()).hexdigest(),
+            }
+        )
+    return answers
+
+
+# ------------------------------------------------------------------------------------- faults
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A process group in which something happens to one rank's sends."""
+
+    inner: GroupTransport
+    culprit: int
+    at: int
+    what: str
+    posted: list[int]
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    def gather(self, said: bytes) -> list[bytes]:
+        return self.inner.gather(said)
+
+    def post(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Callable[[], None]:
+        self.posted.append(len(sends))
+        if self.rank == self.culprit and len(self.posted) == self.at:
+            if self.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "hang":
+                time.sleep(20)
+            sends = [(peer, payload.clone()) for peer, payload in sends]
+            if self.what == "flip":
+                sends[0][1][3] ^= 16
+            if self.what == "exchange":
+                sends[0][1].copy_(sends[0][1].roll(1))
+        return self.inner.post(receives, sends)
+
+
+def rows_to_columns(rank: int, world: int, size: int = 64) -> tuple[live.LiveState, live.LiveState]:
+    """A matrix of which every rank has some rows and wants some columns, and one that all have."""
+    height = [size] * world
+    rows = contiguous_split_map((size * world, size * world), height, 0)
+    columns = contiguous_split_map((size * world, size * world), height, 1)
+    have = torch.arange(size * size * world, dtype=torch.float32) + rank * size * size * world
+    source = live.shard_of("w", "fp32", rows, rank, have.view(size, size * world))
+    target = live.shard_of("w", "fp32", columns, rank, torch.zeros(size * world, size))
+    return live.LiveState((source,), {"step": 7}), live.LiveState((target,))
+
+
+def columns_arrived(target: live.LiveState) -> bool:
+    """Whether the columns are those of the matrix."""
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    (shard,) = target.shards
+    size = shard.tensor.shape[1]
+    full = torch.arange((size * world) ** 2, dtype=torch.float32).view(size * world, -1)
+    return torch.equal(shard.tensor, full[:, rank * size : (rank + 1) * size])
+
+
+def move_faulty(what: str, culprit: int, at: int, budget: int, timeout: float) -> dict[str, Any]:
+    """Move rows to columns while something happens; what each rank that lives raised."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    source, target = rows_to_columns(rank, world)
+    before = bits(source.shards[0].tensor)
+    inner = GroupTransport(distributed.group.WORLD, timeout)
+    began = time.monotonic()
+    error = ""
+    try:
+        live.move(source, target, group=Faulty(inner, culprit, at, what, []), budget=budget)
+    except TransferError as raised:
+        error = str(raised)
+    return {
+        "error": error,
+        "intact": bits(source.shards[0].tensor) == before,
+        "arrived": columns_arrived(target),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def move_contradicting(case: str) -> dict[str, Any]:
+    """Move rows to columns where one rank says or asks something else."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    source, target = rows_to_columns(rank, world)
+    untouched = bits(target.shards[0].tensor)
+    options: dict[str, Any] = {}
+    odd = rank == 1
+    (have,), (want,) = source.shards, target.shards
+    if case == "shape" and odd:
+        taller = contiguous_split_map((64 * world, 65 * world), [64] * world, 0)
+        have = live.shard_of("w", "fp32", taller, rank, torch.zeros(64, 65 * world))
+    elif case == "dtype" and odd:
+        have = replace(have, tensor=have.tensor.double())
+    elif case == "budget" and odd:
+        options["budget"] = 4096
+    elif case == "plan":
+        # every element is on the rank itself and on another, so that there is a choice
+        have = replace(have, map=replicated_map((64 * world, 64 * world), 1), tensor=full(world))
+        options["choose"] = lambda held, _: held[-1] if odd else held[0]
+    elif case == "value" and odd:
+        source = replace(source, values={"step": 8})
+    elif case == "missing" and odd:
+        source = replace(source, shards=())
+    elif case == "wide" and odd:
+        have = replace(have, map=have.map.narrow(1, 0, 10))
+    elif case == "name":
+        want = replace(want, name="v")
+    elif case == "rounding":
+        want = replace(want, tensor=want.tensor.bfloat16())
+    elif case == "shared" and odd:
+        want = replace(want, tensor=have.tensor.view(want.tensor.shape))
+    elif case == "unplain" and odd:
+        source = replace(source, values={"step": torch.zeros(())})
+    elif case == "scaled":
+        half = [AffinePiece((4,), 0, (1,), 0, (1,), (0,), 1 / (1 + n)) for n in (0, 1)]
+        maps = [ParamAffineMap((4,), {0: (4,)}, {0: [one]}) for one in half]
+        have = live.Shard("w", "exp_avg", maps[0], torch.ones(4))
+        want = live.Shard("w", "exp_avg", maps[1], torch.ones(4))
+    elif case == "nothing" and odd:
+        return _raised(lambda: live.move(object(), target), target, untouched)
+    if source.shards:
+        source = replace(source, shards=(have,))
+    target = replace(target, shards=(want,))
+    untouched = bits(want.tensor)
+    return _raised(lambda: live.move(source, target, **options), target, untouched)
+
+
+def full(world: int) -> torch.Tensor:
+    """The whole matrix."""
+    return torch.arange((64 * world) ** 2, dtype=torch.float32).view(64 * world, -1)
+
+
+def _raised(call: Callable[[], object], target: live.LiveState, untouched: bytes) -> dict[str, Any]:
+    error, kind = "", ""
+    try:
+        call()
+    except ReshardError as raised:
+        error, kind = str(raised), type(raised).__name__
+    return {
+        "error": error,
+        "kind": kind,
+        "untouched": bits(target.shards[0].tensor) == untouched,
+    }
