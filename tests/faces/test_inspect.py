@@ -24,7 +24,7 @@ checkpoint
   topology      ZeRO-1 dp2 tp1 pp1 ep1
   holds         3 parameters, 1 buffer
   elements      45
-  tensor bytes  356 B
+  tensor bytes  356 B, not read
 
 files
   kind    files   size

@@ -1,8 +1,9 @@
 """Converting a checkpoint: open, select, lay out, plan, execute, compare.
 
 Theory. A conversion is known in full before it begins. What the plan says is what the run does and
-what ``dry_run`` reports, so both give the same :class:`ConversionReport`; a dry run leaves out only
-what can be known afterwards. A report also tells what could not be carried and what was chosen.
+what ``dry_run`` reports, so both give the same :class:`ConversionReport` and refuse the same; a dry
+run leaves out only what is known when all bytes were read, such as copies that differ. A report
+also tells what could not be carried and what was chosen.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, is_cut, lay_out, writer_of
 from reshard.formats.renaming import Renaming, renamed
-from reshard.formats.rounded_copies import require_rounded_copies
 from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.safetensors.companions import NAMES
+from reshard.formats.soundness import require_sound
 from reshard.formats.stated_layouts import read_stated_layouts
 from reshard.planning import Estimate, Plan, estimate, plan
 
@@ -215,10 +216,10 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     job = plan(carried, target, replicas=replicas)
     threads = workers_of(workers)
     report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
+    told = require_sound(chosen, replicas)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
-        return _timed(report, job, fsync=fsync)
-    told = require_rounded_copies(chosen, replicas)
+        return _timed(_told(report, *told), job, fsync=fsync)
     with naming_the_rule(chosen):
         done = execute(
             job,
@@ -231,7 +232,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
             progress=progress,
         )
     told = told if done.continued or not resume else (*told, NOTHING_TO_RESUME)
-    report = _done(report, done, time.perf_counter() - start, told)
+    report = _done(_told(report, *told), done, time.perf_counter() - start)
     if not verify:
         return report
     pair = comparable(chosen, open_checkpoint(final)).rounded_by(job)
@@ -274,9 +275,11 @@ def _timed(forecast: ConversionReport, job: Plan, *, fsync: bool) -> ConversionR
     return replace(forecast, expected_seconds=forecast.cost.seconds(rate) if rate else None)
 
 
-def _done(
-    forecast: ConversionReport, done: Report, seconds: float, told: Sequence[str]
-) -> ConversionReport:
+def _told(report: ConversionReport, *notes: str) -> ConversionReport:
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def _done(forecast: ConversionReport, done: Report, seconds: float) -> ConversionReport:
     return replace(
         forecast,
         dry_run=False,
@@ -284,7 +287,6 @@ def _done(
         kept_bytes=done.kept_nbytes,
         seconds=seconds,
         drift=done.replicas,
-        notes=(*forecast.notes, *told),
     )
 
 

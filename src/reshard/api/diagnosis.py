@@ -3,9 +3,10 @@
 Theory. The other verbs refuse at the first fault; this one is asked for all of them. It looks in
 turn at the pointer files, at every file by itself and the grid of ranks (a *survey*), at what
 interrupted runs left, and, if all files are whole, at what the reader of the format finds. What
-stops one of these does not stop the others, and bytes of tensors are never read. A *fault* is to be
-mended, and says how. What readers remark about a checkpoint that they do open is a *note*: it does
-not make a folder unhealthy.
+stops one of these does not stop the others. A checkpoint that can be opened is then asked all that
+a conversion asks, whether the copies of one value agree among it: no other bytes of tensors are
+read. A *fault* is to be mended, and says how. What readers remark about a checkpoint that they do
+open is a *note*: it does not make a folder unhealthy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard.api.arguments import paths_of
+from reshard.api.arguments import paths_of, workers_of
+from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES
 from reshard.api.leftovers import leftovers
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.errors import CheckpointError, MissingFileError, ReshardError
+from reshard.execution import compare_copies
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, Problem
 from reshard.formats.folders import (
@@ -30,6 +33,7 @@ from reshard.formats.folders import (
     unknown_folder,
 )
 from reshard.formats.registry import ReadOptions
+from reshard.formats.soundness import objections
 from reshard.formats.survey import Survey, problem_of
 
 
@@ -67,7 +71,7 @@ def diagnose(
     layout: AnyPath | None = None,
     reading: ReadOptions | None = None,
 ) -> Diagnosis:
-    """Collect everything that is wrong with a checkpoint folder, tensor bytes unread.
+    """Collect everything that is wrong with a checkpoint folder.
 
     Parameters
     ----------
@@ -220,6 +224,7 @@ def _in_folder(path: Path, folder: TagFolder, survey: Survey, sources: _Sources)
         try:
             checkpoint = sources.open(path)
             notes += checkpoint.problems
+            faults += _unsound(checkpoint)
             if survey.topology is not None:
                 survey = replace(survey, topology=checkpoint.topology)
         except ReshardError as error:
@@ -228,6 +233,17 @@ def _in_folder(path: Path, folder: TagFolder, survey: Survey, sources: _Sources)
         said = "layouts, shapes and lengths were not compared: that needs every file"
         notes.append(Problem(said, str(folder.path)))
     return _Looked(survey, faults, notes)
+
+
+def _unsound(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What a conversion would refuse of a checkpoint that can be opened."""
+    yield from (problem_of(objection.error) for objection in objections(checkpoint))
+    workers, cap = workers_of(None), DEFAULT_MAX_MEMORY_BYTES
+    differing = compare_copies(checkpoint, workers=workers, max_memory=cap)
+    if differing:
+        first = problem_of(differing[0].error())
+        more = f", in {len(differing)} states of tensors" if len(differing) > 1 else ""
+        yield replace(first, what=f"{first.what}{more}")
 
 
 def _is_readable(survey: Survey, sources: _Sources) -> bool:

@@ -3,19 +3,21 @@
 Theory. A summary counts each logical tensor once: replicas, padding and the number of ranks do
 not change what a checkpoint *holds*. Values that are no tensors are searched for inert records,
 the objects that only code could have built: they are carried as they are, and the user is told
-that they are there.
+that they are there. What the files say against each other is shown among the problems; what only
+bytes tell is left to the other verbs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.api.locating import states_in_order
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import matches, require_match
 from reshard.formats.checkpoint import Checkpoint, Role, StoredTensor
 from reshard.formats.registry import ReadOptions
+from reshard.formats.survey import problem_of
 from reshard.formats.torch_archive import ObjectRecord
 
 
@@ -101,7 +103,9 @@ def inspect(
     ReshardError
         As :func:`open_checkpoint`; :class:`UsageError` when the pattern matches nothing.
     """
-    checkpoint = open_checkpoint(path, also=also, layout=layout, reading=reading)
+    opened = open_checkpoint(path, also=also, layout=layout, reading=reading)
+    against = map(problem_of, opened.contradictions)
+    checkpoint = replace(opened, problems=(*against, *opened.problems))
     if tensors is not None:
         require_match(tensors, checkpoint.names)
     listed = tuple(

@@ -19,14 +19,16 @@ from reshard.api.selection import select
 from reshard.execution.reading import read_tensors
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dtypes import spelled_dtype
+from reshard.formats.soundness import require_sound
 
 
-def read(
+def read(  # noqa: PLR0913 - keyword-only, and each is an option of the verbs
     source: AnyPath | Checkpoint,
     names: str | Sequence[str] = (),
     *,
     state: str = "fp32",
     dtype: str | None = None,
+    replicas: str = "refuse",
     also: Sequence[AnyPath] = (),
     layout: AnyPath | None = None,
     workers: int | None = None,
@@ -46,6 +48,9 @@ def read(
     dtype
         Element type that floating-point tensors are rounded to, to nearest, ties to even; None
         keeps what is stored.
+    replicas
+        Where copies differ: ``"refuse"``, ``"first"`` or ``"mean"``, as for
+        :func:`~reshard.api.convert`.
     workers
         Copies under way at a time; by default one a CPU.
     max_memory
@@ -80,12 +85,14 @@ def read(
     patterns, states = texts_of("names", names), (text_of("state", state),)
     kept = None if dtype is None else spelled_dtype(text_of("dtype", dtype))
     chosen = select(checkpoint, include=patterns, states=states)
+    require_sound(chosen, replicas)
     arrays = read_tensors(
         chosen,
         list(chosen.tensors),
         workers=workers_of(workers),
         max_memory=size_of(max_memory),
         dtype=kept,
+        replicas=replicas,
     )
     held = {name: array for (name, _), array in arrays.items()}
     return held | {a: held[owner] for a, owner in chosen.aliases.items() if owner in held}

@@ -20,6 +20,7 @@ from reshard.execution import MANIFEST_NAME, SIDES, Comparison, check_manifest
 from reshard.formats.checkpoint import Checkpoint, TensorKey
 from reshard.formats.registry import ReadOptions
 from reshard.formats.renaming import Renaming, renamed
+from reshard.formats.soundness import require_sound
 
 
 def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the command
@@ -34,6 +35,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     states: Sequence[str] | str = (),
     trainable: bool = False,
     rename: Renaming | None = None,
+    replicas: str = "refuse",
     workers: int | None = None,
     max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
@@ -56,6 +58,9 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         same names and states of the other side.
     rename
         Other names that the destination has for parameters of the source.
+    replicas
+        The policy by which the destination was made; all but ``"refuse"`` also compare sides whose
+        files are not of one save.
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
@@ -74,6 +79,8 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
     left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     right = open_checkpoint(destination)
+    for side in (left, right):
+        require_sound(side, replicas)
     if rename:
         left = renamed(left, rename, whole)
     if include or exclude or states or trainable:

@@ -83,7 +83,7 @@ def inspect(
 ) -> int:
     """Show what a checkpoint holds: files, topology, tensors, states, problems.
 
-    Reads headers and metadata, never tensor bytes.
+    Reads headers and metadata, never tensor bytes: doctor also compares the copies of a value.
     """
     from reshard.cli import commands
 
@@ -104,8 +104,9 @@ def doctor(
 ) -> int:
     """Find everything that is wrong with a checkpoint folder, each with the fix.
 
-    Reads headers and metadata, never tensor bytes. Exit code 0 when there is nothing to mend, 1
-    when there is, 2 when CKPT is no checkpoint.
+    Makes the checks of a conversion: headers, metadata, and the bytes of tensors that several
+    ranks hold. Exit code 0 when there is nothing to mend, 1 when there is, 2 when CKPT is no
+    checkpoint.
     """
     from reshard.cli import commands
 

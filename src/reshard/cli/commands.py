@@ -263,6 +263,7 @@ def verify(
             states=_listed(selection.states),
             trainable=selection.trainable,
             rename=selection.renaming(),
+            replicas=replicas,
             progress=progress,
         )
     accepted = api.accepts(found, replicas)

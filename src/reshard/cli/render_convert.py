@@ -138,7 +138,8 @@ def _summary(report: ConversionReport) -> Iterator[tuple[str, object]]:
 def _forecast(report: ConversionReport) -> Iterator[tuple[str, object]]:
     yield from _from_and_to(report)
     cost = report.cost
-    compared = f", {format_bytes(cost.compared_nbytes)} of it to compare copies"
+    size = format_bytes(cost.compared_nbytes)
+    compared = f", {size} of it to compare copies, which this dry run did not"
     yield "would read", format_bytes(cost.read_nbytes) + (compared if cost.compared_nbytes else "")
     yield "would write", f"{format_bytes(cost.write_nbytes)} in {counted(cost.files, 'file')}"
     free = format_bytes(report.disk_free_bytes)

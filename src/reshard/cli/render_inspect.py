@@ -112,7 +112,7 @@ def facts_of(inspection: Inspection) -> tuple[tuple[str, object], ...]:
         ("topology", checkpoint.topology),
         ("holds", roles),
         ("elements", format_count(inspection.numel)),
-        ("tensor bytes", format_bytes(checkpoint.nbytes)),
+        ("tensor bytes", f"{format_bytes(checkpoint.nbytes)}, not read"),
     )
 
 

@@ -21,6 +21,7 @@ from reshard.execution.destination import disk_needed
 from reshard.execution.execute import Report, execute
 from reshard.execution.manifest import read_manifest
 from reshard.execution.probe import measured_rate
+from reshard.execution.reading import compare_copies
 from reshard.execution.replicas import ReplicaFinding
 from reshard.execution.staging import staging_path
 from reshard.formats.manifest import MANIFEST_NAME
@@ -39,6 +40,7 @@ __all__ = [
     "ValueDifference",
     "check_manifest",
     "compare",
+    "compare_copies",
     "disk_needed",
     "execute",
     "measured_rate",

@@ -1,14 +1,14 @@
-"""Reading: logical tensors as arrays in memory, however their pieces lie in files.
+"""Reading: logical tensors as arrays in memory, or only to compare the copies of their elements.
 
 Theory. Reading a tensor is the plan whose one output is an array: the identity map of the tensor
 after the inverse of its source map. Blocks are gathered into workspaces as for a file, copied to
 their place, and replicas are compared on the way. Beside the buffers there is nothing in memory but
-the arrays themselves.
+the arrays themselves. Who only wants to know whether copies agree lets the blocks go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from reshard.errors import CheckpointError, count_text
 from reshard.execution.buffers import Workspace, workspaces
-from reshard.execution.crew import Crew, in_order
+from reshard.execution.crew import Crew, Progress, in_order
 from reshard.execution.digests import LEAF_NBYTES
 from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
-from reshard.execution.replicas import REFUSE
+from reshard.execution.replicas import FIRST, REFUSE, ReplicaFinding, joined_findings
 from reshard.execution.sources import SourceFiles
 from reshard.planning import PlannedFill, RouteBook, SourceTable, identity_fill
 from reshard.planning.routes import missing
@@ -40,6 +40,7 @@ def read_tensors(
     workers: int,
     max_memory: int,
     dtype: DType | None = None,
+    replicas: str = REFUSE,
 ) -> dict[TensorKey, Array]:
     """Read tensors whole.
 
@@ -55,31 +56,89 @@ def read_tensors(
         Hard cap over all buffers, in bytes; the arrays come on top.
     dtype
         Element type that floating-point tensors are rounded to; None for their own.
+    replicas
+        The policy for copies that differ.
 
     Raises
     ------
     CheckpointError
         A file is gone, cannot be read, changed, or does not hold all elements.
     ReplicaMismatchError
-        Holders of the same elements differ.
+        Holders of the same elements differ, and the policy is to refuse.
     """
     table, book = SourceTable(checkpoint), RouteBook()
     fills = [_fill(checkpoint, key, dtype, table, book) for key in keys]
     arrays = {fill.key: np.empty(fill.shape, fill.dtype.numpy()) for fill in fills}
+
+    def keep(fill: PlannedFill, start: int, stop: int, made: memoryview) -> None:
+        item = fill.dtype.itemsize
+        place = arrays[fill.key].reshape(-1).view(np.uint8)
+        place[start * item : stop * item] = np.frombuffer(made, np.uint8, (stop - start) * item)
+
+    _stream(fills, table, replicas, Crew(workspaces(max_memory, workers)), keep)
+    return arrays
+
+
+def compare_copies(
+    checkpoint: Checkpoint, *, workers: int, max_memory: int, progress: Progress | None = None
+) -> tuple[ReplicaFinding, ...]:
+    """Read every tensor that has copies, and return what differs.
+
+    Parameters
+    ----------
+    checkpoint
+        Where they are.
+    workers
+        Threads.
+    max_memory
+        Hard cap over all buffers, in bytes.
+    progress
+        Told how far it is.
+
+    Raises
+    ------
+    CheckpointError
+        A file is gone, cannot be read, changed, or does not hold all elements.
+    """
+    table, book = SourceTable(checkpoint), RouteBook()
+    fills = [_fill(checkpoint, key, None, table, book) for key in checkpoint.tensors]
+    copied = [fill for fill in fills if fill.route.checks]
+    crew = Crew(workspaces(max_memory, workers), progress)
+    return joined_findings(_stream(copied, table, FIRST, crew, _let_go))
+
+
+_Use = Callable[[PlannedFill, int, int, memoryview], None]
+"""Takes a block: elements `[start, stop)` of a fill."""
+
+
+def _let_go(fill: PlannedFill, start: int, stop: int, made: memoryview) -> None:
+    """Take nothing of a block."""
+
+
+def _stream(
+    fills: Sequence[PlannedFill], table: SourceTable, replicas: str, crew: Crew, use: _Use
+) -> list[ReplicaFinding]:
+    """Fill blocks of all fills one after the other; return the copies that differ."""
     sources, indexes = table.files(), RouteIndexes()
     names = [source.name for source in sources]
+    findings: list[ReplicaFinding] = []
     with SourceFiles(sources) as files:
 
         def work_for(space: Workspace) -> Callable[[_Stretch], int]:
             gatherer = Gatherer(files, space.scratch)
-            filler = Filler(gatherer, space, indexes, REFUSE, names)
-            return lambda stretch: _read(filler, space, arrays, stretch)
+            filler = Filler(gatherer, space, indexes, replicas, names)
+
+            def work(stretch: _Stretch) -> int:
+                done = _read(filler, space, use, stretch)
+                findings.extend(filler.taken())
+                return done
+
+            return work
 
         total = sum(fill.nbytes for fill in fills)
-        crew = Crew(workspaces(max_memory, workers))
         crew.run(in_order(_stretches(fills)), work_for, total=total, what="read")
         files.check_unchanged()
-    return arrays
+    return findings
 
 
 def _fill(
@@ -111,16 +170,12 @@ def _stretches(fills: Sequence[PlannedFill]) -> Iterator[_Stretch]:
             yield fill, start, min(start + step, fill.route.numel)
 
 
-def _read(
-    filler: Filler, space: Workspace, arrays: Mapping[TensorKey, Array], stretch: _Stretch
-) -> int:
+def _read(filler: Filler, space: Workspace, use: _Use, stretch: _Stretch) -> int:
     fill, first, last = stretch
     item = fill.dtype.itemsize
-    place = arrays[fill.key].reshape(-1).view(np.uint8)
     room = len(space.block) // item
     for start in range(first, last, room):
         stop = min(start + room, last)
         filler.fill(fill, start, stop, space.block)
-        made = np.frombuffer(space.block, np.uint8, (stop - start) * item)
-        place[start * item : stop * item] = made
+        use(fill, start, stop, space.block)
     return (last - first) * item

@@ -1,10 +1,11 @@
 """Source files: opened once, read by position, watched for change.
 
-Theory. A plan was made from files of certain sizes; bytes read later are only worth something when
-the files are still the same. So a file is checked when it is opened (size), while it is read (a
-read that ends early names the file) and at the end (it is the same file, with the size and time of
-last change of the start). Reads are positional, so any number of threads share one handle; where a
-checkpoint has more files than the process may hold open, the surplus is opened anew for each read.
+Theory. A plan was made from the headers of certain files; bytes read later are only worth something
+when the files are still the same. So a file is checked when it is opened (it is the one whose
+header was read, of that size and time of last change), while it is read (a read that ends early
+names the file) and at the end (it is still the same). Reads are positional, so any number of
+threads share one handle; where a checkpoint has more files than the process may hold open, the
+surplus is opened anew for each read.
 
 The *fingerprint* of a file is its size and a digest of its first and last 64 KiB. For a torch
 archive the end is the zip directory, which holds a CRC-32 of every record, so it depends on all the
@@ -25,6 +26,7 @@ import xxhash
 
 from reshard.errors import CheckpointError, MissingFileError, count_text
 from reshard.execution.positional import read_at
+from reshard.formats.stamps import stamp_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -112,13 +114,15 @@ class SourceFiles:
         found = [self._stat(index) for index in range(len(self._sources))]
         self.stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in found)
         self._inodes = [(stat.st_dev, stat.st_ino) for stat in found]
-        for source, (size, _) in zip(self._sources, self.stamps, strict=True):
-            if size != source.nbytes:
+        for source, stat in zip(self._sources, found, strict=True):
+            if stat.st_size != source.nbytes or source.stamp not in ((), stamp_of(stat)):
+                written = "the same number, written since its header was read"
+                same = stat.st_size == source.nbytes
                 raise CheckpointError(
                     "a source file changed since it was opened",
                     file=source.path,
                     expected=count_text(source.nbytes, "byte"),
-                    found=count_text(size, "byte"),
+                    found=written if same else count_text(stat.st_size, "byte"),
                     next_step="wait until the job that writes it has ended, then start again",
                 )
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from reshard.errors import CheckpointError
 from reshard.formats.dtypes import DType
 from reshard.geometry import ParamAffineMap
 
@@ -244,11 +245,25 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the checkpoint, its size in bytes, and its role in words."""
+    """A file of the checkpoint.
+
+    Parameters
+    ----------
+    path
+        Where it is.
+    nbytes
+        Its size in bytes.
+    kind
+        Its role in words.
+    stamp
+        Device, inode and time of the last change in nanoseconds, as they were before anything was
+        read of it; empty where nobody looked. Bytes that are read later must be of this file.
+    """
 
     path: str
     nbytes: int
     kind: str
+    stamp: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +294,8 @@ class Checkpoint:
         What the reader found wrong.
     copies
         Where the model's own weights must be the masters rounded, for whoever reads bytes.
+    contradictions
+        What the files say against each other, as errors; the user may accept it (`soundness`).
     cuts
         How the source cut parameters over its tensor ranks, by name, where the user stated that.
     is_export
@@ -297,6 +314,7 @@ class Checkpoint:
     files: tuple[SourceFile, ...] = ()
     problems: tuple[Problem, ...] = ()
     copies: tuple[RoundedCopy, ...] = ()
+    contradictions: tuple[CheckpointError, ...] = ()
     cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
     is_export: bool = False
 

@@ -30,6 +30,7 @@ from reshard.formats.folders import (
 )
 from reshard.formats.safetensors.options import WEIGHTS, SafetensorsOptions
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
+from reshard.formats.step_values import require_steps
 from reshard.formats.survey import Survey, listed_files, with_losses
 from reshard.formats.target import Target
 from reshard.formats.universal.options import UniversalOptions
@@ -301,7 +302,9 @@ def open_checkpoint(
     stated = None if layout is None else read_stated_layouts(layout)
     for entry in FORMATS.values():
         if entry.recognises(folder):
-            return entry.read(folder, stated, reading)
+            checkpoint = entry.read(folder, stated, reading)
+            require_steps(checkpoint.scalars, checkpoint.path)
+            return checkpoint
     raise unknown_folder(folder)
 
 

@@ -33,37 +33,20 @@ def is_rounded(copy: RoundedCopy) -> bool:
     return master == weight
 
 
-def require_rounded_copies(checkpoint: Checkpoint, replicas: str) -> tuple[str, ...]:
-    """Refuse a checkpoint whose model is not its masters rounded; other policies only tell.
+def differing_copies(checkpoint: Checkpoint) -> ReplicaMismatchError | None:
+    """Return what is wrong with a checkpoint whose model is not its masters rounded.
 
-    Parameters
-    ----------
-    checkpoint
-        Of its copies, those of parameters whose master it carries are read.
-    replicas
-        The policy for copies that differ: all but ``"refuse"`` take the masters.
-
-    Returns
-    -------
-    tuple of str
-        What the user should know.
-
-    Raises
-    ------
-    ReplicaMismatchError
-        With the policy ``"refuse"``.
+    Of its copies, those of parameters whose master it carries are read.
     """
     carried = [copy for copy in checkpoint.copies if (copy.name, _MASTER) in checkpoint.tensors]
     differing = [copy for copy in carried if not is_rounded(copy)]
     if not differing:
-        return ()
+        return None
     first = differing[0]
     names, among = len({copy.name for copy in differing}), len({copy.name for copy in carried})
-    what = f"the model's own weights are not its master weights rounded, in {names} of {among}"
-    if replicas != "refuse":
-        return (f"{what} parameters (first {first.name}); the master weights were taken",)
-    raise ReplicaMismatchError(
-        f"{what} parameters",
+    return ReplicaMismatchError(
+        f"the model's own weights are not its master weights rounded, in {names} of {among} "
+        "parameters",
         file=first.copy.file,
         parameter=first.name,
         found=f"other values than in {Path(first.master.file).name}",

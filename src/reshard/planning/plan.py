@@ -44,11 +44,14 @@ class PlannedSource:
         Its path relative to the checkpoint, the same on every machine.
     nbytes
         The size in bytes it had when it was planned.
+    stamp
+        As in :class:`~reshard.formats.checkpoint.SourceFile`; it says nothing on other machines.
     """
 
     path: str
     name: str
     nbytes: int
+    stamp: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

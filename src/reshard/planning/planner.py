@@ -101,6 +101,7 @@ class SourceTable:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._root = checkpoint.path
         self._sizes: dict[str, int] = {file.path: file.nbytes for file in checkpoint.files}
+        self._stamps = {file.path: file.stamp for file in checkpoint.files}
         self._numbers = {path: number for number, path in enumerate(self._sizes)}
 
     def place(self, region: Region, tensor: StoredTensor, holder: int) -> Place:
@@ -129,9 +130,12 @@ class SourceTable:
     def files(self) -> tuple[PlannedSource, ...]:
         """All files, by number."""
         return tuple(
-            PlannedSource(path, os.path.relpath(path, self._root).replace(os.sep, "/"), nbytes)
+            PlannedSource(path, self._name(path), nbytes, self._stamps[path])
             for path, nbytes in self._sizes.items()
         )
+
+    def _name(self, path: str) -> str:
+        return os.path.relpath(path, self._root).replace(os.sep, "/")
 
 
 def identity_fill(

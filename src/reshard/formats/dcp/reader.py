@@ -50,6 +50,7 @@ from reshard.formats.dcp.tree import (
 from reshard.formats.folders import TagFolder
 from reshard.formats.model_keys import CARRIED
 from reshard.formats.parsing import Cursor
+from reshard.formats.stamps import source_file
 from reshard.formats.states import require_even, states_by_name, uneven_states
 from reshard.formats.torch_archive import read_scalar, short_repr
 
@@ -127,6 +128,7 @@ class _Reading:
         self.files = files
         self.maps = ChunkMaps(files)
         self.stated = reading
+        self.sources = tuple(self._source_files())
 
     def checkpoint(self) -> Checkpoint:
         carried = self._carried()
@@ -150,7 +152,7 @@ class _Reading:
             aliases=aliases,
             extras=self._extras(found, carried),
             versions={"dcp": self.index.version} if self.index.version else {},
-            files=tuple(self._source_files()),
+            files=self.sources,
             problems=tuple(self._problems(found, carried, aliases)),
         )
 
@@ -296,7 +298,7 @@ class _Reading:
             path = self.folder.path / name
             if path.is_file():
                 kind = "index" if name == METADATA else "chunks"
-                yield SourceFile(str(path), path.stat().st_size, kind)
+                yield source_file(path, kind)
 
     def _problems(
         self, found: _Sorted, carried: Carried, aliases: Mapping[str, str]

@@ -27,9 +27,12 @@ from reshard.formats.deepspeed.names import (
 )
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees
 from reshard.formats.folders import TagFolder
+from reshard.formats.stamps import source_file
 from reshard.formats.torch_archive import same_value, short_repr
 
 _COMPARE_BYTES = 1 << 22
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+_SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")
 _SHOWN = 3
 """Files that are named of those that state one thing, and things of which that is told."""
 
@@ -44,23 +47,19 @@ class Inventory:
         The resolved folder.
     files
         Parsed name -> path.
+    sources
+        The same, with what they were before any of them was opened.
     """
 
     folder: TagFolder
     files: Mapping[FileName, Path] = field(default_factory=dict)
+    sources: tuple[SourceFile, ...] = ()
 
     def of_kind(self, kind: FileKind) -> dict[FileName, Path]:
         """The files of one kind, ranks ascending."""
         chosen = [name for name in self.files if name.kind is kind]
         chosen.sort(key=lambda name: (name.layer, name.expert, name.dp, name.mp))
         return {name: self.files[name] for name in chosen}
-
-    def source_files(self) -> tuple[SourceFile, ...]:
-        """Every file with its size in bytes and its kind in words."""
-        return tuple(
-            SourceFile(str(path), path.stat().st_size, name.kind.value)
-            for name, path in self.files.items()
-        )
 
 
 def take_inventory(folder: TagFolder) -> Inventory:
@@ -86,7 +85,8 @@ def take_inventory(folder: TagFolder) -> Inventory:
                 next_step="move the one that is left over from another run away",
             )
         files[parsed] = paths[0]
-    return Inventory(folder, files)
+    sources = tuple(source_file(path, name.kind.value) for name, path in files.items())
+    return Inventory(folder, files, sources)
 
 
 def _require_same_bytes(first: Path, second: Path) -> None:
@@ -205,12 +205,14 @@ def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degre
     layer.
     """
     models = list(models)
-    for what, stated in (
+    statements: list[tuple[str, dict[str, object]]] = [
         ("dp_world_size", {model.file: model.dp_world_size for model in models}),
         ("mp_world_size", {model.file: model.mp_world_size for model in models}),
         ("the parallel dimensions", {model.file: model.degrees for model in models}),
-        ("global_steps", {model.file: _counter(model, "global_steps") for model in models}),
-    ):
+        *((key, {model.file: _counter(model, key) for model in models}) for key in _COUNTERS),
+        ("the steps of lr_scheduler", {model.file: _scheduled(model) for model in models}),
+    ]
+    for what, stated in statements:
         require_one_value(stated, what)
     first = models[0]
     dp, mp = first.dp_world_size or 1, first.mp_world_size or 1
@@ -237,6 +239,12 @@ def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degre
 def _counter(model: ModelStates, key: str) -> object:
     root = model.archive.root
     return root.get(key) if isinstance(root, Mapping) else None
+
+
+def _scheduled(model: ModelStates) -> object:
+    """The counters of the scheduler, of DeepSpeed's own or one of torch."""
+    state = _counter(model, "lr_scheduler")
+    return {key: state.get(key) for key in _SCHEDULED} if isinstance(state, Mapping) else None
 
 
 def _layer_files_of_one_layer(inventory: Inventory) -> int:

@@ -72,6 +72,7 @@ from reshard.formats.deepspeed.rank_files import (
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
+from reshard.formats.deepspeed.steps import odd_steps, step_contradictions
 from reshard.formats.deepspeed.tensor_parallel import read_layouts, require_same_for_ties
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
@@ -81,9 +82,11 @@ from reshard.formats.deepspeed.zero3 import add_zero3_columns
 from reshard.formats.dtypes import DType
 from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import GovernedMap, Layouts
+from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.formats.pipelines import PIPELINE, Pipeline
 from reshard.formats.stated_layouts import StatedLayouts
+from reshard.formats.step_values import require_steps
 from reshard.formats.torch_archive import Archive, archive_name, read_archive
 from reshard.geometry import ParamAffineMap
 
@@ -438,6 +441,7 @@ class _Reading:
         # ZeRO-3 has placeholders instead of weights
         shards = {} if self.stage == 3 else self.found.shards
         copies = weight_copies(self.columns, self.weights, self.experts, shards, aliases)
+        require_steps(self.scalars, first.file)
         version = first.version or (self.ranks[0, 0].version if self.ranks else "")
         return Checkpoint(
             format="deepspeed",
@@ -448,11 +452,17 @@ class _Reading:
             aliases=dict(aliases),
             extras=extras,
             versions={"deepspeed": version} if version else {},
-            files=self.inventory.source_files(),
+            files=self.inventory.sources,
             problems=tuple(dict.fromkeys(self._problems())),
             copies=tuple(copies),
+            contradictions=tuple(self._contradictions()),
             cuts=self._stated_cuts(governor),
         )
+
+    def _contradictions(self) -> Iterator[CheckpointError]:
+        """What files say against each other; a manifest vouches for what reshard wrote."""
+        if not (self.inventory.folder.path / MANIFEST_NAME).exists():
+            yield from step_contradictions(self.columns, self.ranks, self.scalars)
 
     def _stated_cuts(self, governor: Governor) -> dict[str, ParamAffineMap]:
         """The cuts that a stated layout decided: no other file says them again."""
@@ -481,6 +491,7 @@ class _Reading:
     def _problems(self) -> Iterator[Problem]:
         yield from self.found.problems
         yield from problems_of(self.models, self.ranks, self.layouts.notes)
+        yield from odd_steps(self.columns, self.ranks)
         for path in self._expert_files():
             yield from problems_inside(read_archive(path), of_expert=True)
         if self.stage is None:

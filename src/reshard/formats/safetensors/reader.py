@@ -8,7 +8,8 @@ that key, so nothing is guessed from names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.formats.safetensors.files import SUFFIX, FileSet, file_sets
 from reshard.formats.safetensors.header import Entry, Header, read_header
 from reshard.formats.safetensors.options import WEIGHTS
+from reshard.formats.stamps import source_file
 from reshard.geometry import ParamAffineMap
 from reshard.layouts.builders import replicated_map
 
@@ -62,6 +64,7 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
     problems: list[Problem] = []
     states: dict[str, FileSet] = {}
     for found in sets:
+        sources = [source_file(path, WEIGHTS) for path in found.paths]
         headers = {path: read_header(str(path)) for path in found.paths}
         state = _state(found, headers)
         _require_first(states.setdefault(state, found), found, state)
@@ -70,7 +73,7 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
             _require_agreement(found, headers)
             problems += _size_problems(found, headers)
         tensors |= {tensor.key: tensor for tensor in held}
-        files += _files(found, headers, state)
+        files += _files(found, sources, state)
     if not tensors:
         raise MissingFileError("the files hold no tensor", file=folder.path)
     weights = {name: t.dtype for (name, state), t in tensors.items() if state == WEIGHTS}
@@ -169,9 +172,9 @@ def _size_problems(found: FileSet, headers: Mapping[Path, Header]) -> Iterator[P
         )
 
 
-def _files(found: FileSet, headers: Mapping[Path, Header], state: str) -> Iterator[SourceFile]:
+def _files(found: FileSet, sources: Iterable[SourceFile], state: str) -> Iterator[SourceFile]:
     kind = "weights" if state == WEIGHTS else f"state {state}"
-    for path, header in headers.items():
-        yield SourceFile(str(path), header.nbytes, kind)
+    for source in sources:
+        yield replace(source, kind=kind)
     if found.index is not None:
-        yield SourceFile(str(found.index.path), found.index.path.stat().st_size, "index")
+        yield source_file(found.index.path, "index")

@@ -39,6 +39,7 @@ from reshard.formats.model_keys import (
 )
 from reshard.formats.parsing import Cursor
 from reshard.formats.pipelines import PIPELINE, read_pipeline
+from reshard.formats.stamps import source_file
 from reshard.formats.states import require_alike, require_even, states_by_name, uneven_states
 from reshard.formats.torch_archive import (
     Archive,
@@ -68,6 +69,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         A file is damaged or hostile, or files contradict each other.
     """
     require_files(folder)
+    others = _other_files(folder.path)
     models = _models(folder.path)
     model = models[0] if models else None
     optimizer = _optimizer_file(folder.path)
@@ -78,7 +80,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
     restore_keys: dict[str, dict[str, object]] = {}
     files = []
     for name, state, path in _state_files(folder.path / ZERO):
-        files.append(SourceFile(str(path), path.stat().st_size, "parameter state"))
+        files.append(source_file(path, "parameter state"))
         if name in aliases:
             continue
         archive = read_archive(str(path))
@@ -105,7 +107,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         aliases=aliases,
         extras=_extras(models, optimizer) | _kept(restore_keys),
         versions=_versions(model),
-        files=tuple(files) + _other_files(folder.path),
+        files=tuple(files) + others,
         problems=(
             *_problems(folder.path, tensors),
             *uneven_states(held, chain(*groups), folder.path / ZERO),
@@ -151,9 +153,7 @@ def _optimizer_file(folder: Path) -> Archive | None:
 def _other_files(folder: Path) -> tuple[SourceFile, ...]:
     paths = [*_model_paths(folder), folder / OPTIMIZER_STATE]
     return tuple(
-        SourceFile(
-            str(path), path.stat().st_size, "model states" if path in paths[:-1] else "optimizer"
-        )
+        source_file(path, "model states" if path in paths[:-1] else "optimizer")
         for path in paths
         if path.is_file()
     )
