@@ -28,6 +28,7 @@ LAYERS = (
     "geometry",
     "layouts",
     "formats",
+    "names",
     "planning",
     "execution",
     "live",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         piece_ranges,
         states_in_order,
     )
+    from reshard.api.naming import Named, named
     from reshard.api.opening import AnyPath, files_of, open_checkpoint
     from reshard.api.reading import read
     from reshard.api.replicas import accepts
@@ -50,6 +51,7 @@ _HOMES = {
     "FileSummary": "reshard.api.inspection",
     "InertRecord": "reshard.api.inspection",
     "Inspection": "reshard.api.inspection",
+    "Named": "reshard.api.naming",
     "PieceRange": "reshard.api.locating",
     "ReplicaFinding": "reshard.execution",
     "StateSummary": "reshard.api.inspection",
@@ -63,6 +65,7 @@ _HOMES = {
     "files_of": "reshard.api.opening",
     "find_tensor": "reshard.api.locating",
     "inspect": "reshard.api.inspection",
+    "named": "reshard.api.naming",
     "open_checkpoint": "reshard.api.opening",
     "piece_ranges": "reshard.api.locating",
     "read": "reshard.api.reading",
@@ -84,6 +87,7 @@ __all__ = [
     "FileSummary",
     "InertRecord",
     "Inspection",
+    "Named",
     "PieceRange",
     "ReplicaFinding",
     "StateSummary",
@@ -97,6 +101,7 @@ __all__ = [
     "files_of",
     "find_tensor",
     "inspect",
+    "named",
     "open_checkpoint",
     "piece_ranges",
     "read",

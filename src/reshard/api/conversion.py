@@ -17,6 +17,7 @@ from pathlib import Path
 from reshard.api.arguments import destination_of, paths_of, size_of, workers_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
+from reshard.api.naming import Named, named
 from reshard.api.opening import AnyPath, idle_folders, open_checkpoint
 from reshard.api.pointing import pointed_to
 from reshard.api.replicas import naming_the_rule
@@ -151,6 +152,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     states: Sequence[str] | str = (),
     trainable: bool = False,
     rename: Renaming | None = None,
+    names: Sequence[AnyPath] | AnyPath = (),
+    names_states: str = "all",
     dry_run: bool = False,
     resume: bool = False,
     overwrite: bool = False,
@@ -182,6 +185,8 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
     rename
         Other names for parameters, with ``to="safetensors"``.
+    names, names_states
+        Rules that join, split and rename parameters: :func:`~reshard.api.naming.named`.
     dry_run
         Report, with the time that it would take, and write nothing.
     resume
@@ -211,12 +216,14 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     whole = _served(_opened(source, also, layout, reading, options), to, paths_of("also", also))
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = _renamed(chosen, rename, whole, to)
+    spelled = named(chosen, names, states=names_states, also=paths_of("also", also))
     complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
+    chosen = spelled.checkpoint
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers_of(workers)
-    report = _forecast(chosen, job, final, len(whole.tensors), threads, memory)
     told = require_sound(chosen, replicas)
+    report = _forecast(spelled, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
         return _timed(_told(report, *told), job, fsync=fsync)
@@ -321,12 +328,12 @@ def _completed(
 
 
 def _forecast(
-    chosen: Checkpoint, job: Plan, final: Path, whole: int, workers: int, max_memory: int
+    spelled: Named, job: Plan, final: Path, whole: int, workers: int, max_memory: int
 ) -> ConversionReport:
     sizes = sizes_for(max_memory, workers)
     return ConversionReport(
-        source=chosen,
-        left_out=whole - len(chosen.tensors),
+        source=spelled.checkpoint,
+        left_out=whole - spelled.carried,
         format=job.format,
         destination=str(final),
         pointer=str(final.parent / job.pointer[0]) if job.pointer else None,
@@ -338,7 +345,7 @@ def _forecast(
         memory_bytes=sizes.total,
         workers=sizes.workers,
         dry_run=True,
-        notes=job.notes,
+        notes=(*spelled.notes, *job.notes),
         replicas=job.replicas,
     )
 

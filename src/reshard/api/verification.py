@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.api.arguments import size_of, texts_of, workers_of
+from reshard.api.arguments import paths_of, size_of, texts_of, workers_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
+from reshard.api.naming import named
 from reshard.api.opening import AnyPath, open_checkpoint
 from reshard.api.selection import select
 from reshard.execution import MANIFEST_NAME, SIDES, Comparison, check_manifest
@@ -36,6 +37,8 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     trainable: bool = False,
     rename: Renaming | None = None,
     replicas: str = "refuse",
+    names: Sequence[AnyPath] | AnyPath = (),
+    names_states: str = "all",
     workers: int | None = None,
     max_memory: int | str = DEFAULT_MAX_MEMORY_BYTES,
     progress: Progress | None = None,
@@ -61,6 +64,8 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     replicas
         The policy by which the destination was made; all but ``"refuse"`` also compare sides whose
         files are not of one save.
+    names, names_states
+        Rules by which the destination spells the source, as for :func:`~reshard.api.convert`.
     workers
         Stretches compared at a time; by default one a CPU.
     max_memory
@@ -83,6 +88,7 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
         require_sound(side, replicas)
     if rename:
         left = renamed(left, rename, whole)
+    left = named(left, names, states=names_states, also=paths_of("also", also)).checkpoint
     if include or exclude or states or trainable:
         right = _narrowed_to(right, left, states)
     threads = workers_of(workers)

@@ -73,6 +73,7 @@ def inspect(
     ckpt: options.Ckpt,
     *,
     tensors: options.Tensors = None,
+    names: options.Names = None,
     html: options.Html = None,
     also: options.Also = None,
     layout: options.Layout = None,
@@ -88,7 +89,7 @@ def inspect(
     from reshard.cli import commands
 
     source = _source(ckpt, also, layout, model_key, optimizer_key, frozen)
-    return commands.inspect(source, tensors=tensors, html=html, json=json)
+    return commands.inspect(source, tensors=tensors, names=tuple(names or ()), html=html, json=json)
 
 
 @app.command(short_help="Find everything that is wrong with a folder, each with the fix.")
@@ -161,6 +162,8 @@ def convert(
     tied_weights: options.TiedNames = None,
     rename: options.Rename = None,
     rename_table: options.RenameTable = None,
+    names: options.Names = None,
+    names_states: options.NamesStates = options.NamedStates.ALL,
     dcp_tree: options.DcpTree = None,
     adam: options.Adam = None,
     include: options.Include = None,
@@ -203,6 +206,8 @@ def convert(
                 trainable,
                 tuple(rename or ()),
                 rename_table,
+                tuple(names or ()),
+                names_states.value,
             ),
             replicas=replicas.value,
             dry_run=dry_run,
@@ -248,6 +253,8 @@ def verify(
     trainable: options.Trainable = False,
     rename: options.Rename = None,
     rename_table: options.RenameTable = None,
+    names: options.Names = None,
+    names_states: options.NamesStates = options.NamedStates.ALL,
     replicas: options.AcceptedReplicas = options.Replicas.REFUSE,
     also: options.Also = None,
     layout: options.Layout = None,
@@ -273,6 +280,8 @@ def verify(
         trainable,
         tuple(rename or ()),
         rename_table,
+        tuple(names or ()),
+        names_states.value,
     )
     return commands.verify(source, out, selection, replicas=replicas.value, json=json, quiet=quiet)
 

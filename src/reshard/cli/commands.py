@@ -55,6 +55,8 @@ class Selection:
     trainable: bool = False
     rename: tuple[str, ...] = ()
     rename_table: str | None = None
+    names: tuple[str, ...] = ()
+    names_states: str = "all"
 
     def renaming(self) -> Renaming:
         """Return the renaming, which may be empty."""
@@ -90,11 +92,18 @@ class Run:
     max_memory: str | None
 
 
-def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool) -> int:
+def inspect(
+    source: Source,
+    *,
+    tensors: str | None,
+    names: tuple[str, ...] = (),
+    html: str | None,
+    json: bool,
+) -> int:
     """Run ``reshard inspect``."""
     from reshard.cli import documents
     from reshard.cli.pictures.files import require_ending
-    from reshard.cli.render_inspect import inspection_blocks
+    from reshard.cli.render_inspect import inspection_blocks, names_blocks
 
     if html is not None:
         require_ending(html, ".html")
@@ -119,10 +128,13 @@ def inspect(source: Source, *, tensors: str | None, html: str | None, json: bool
         raise
     if html is not None:
         _draw(html, source, inspection)
+    spelled = api.named(inspection.checkpoint, names, also=source.also).translations
     if json:
-        documents.write(documents.inspection_document(inspection), sys.stdout)
+        document = documents.inspection_document(inspection)
+        documents.write({**document, **documents.names_document(spelled)}, sys.stdout)
     else:
-        _show((*inspection_blocks(inspection), fields("pictures", (("html", html),))))
+        blocks = (*inspection_blocks(inspection), *names_blocks(spelled))
+        _show((*blocks, fields("pictures", (("html", html),))))
     return failure.DONE
 
 
@@ -231,6 +243,8 @@ def _converted(
         states=_listed(options.selection.states),
         trainable=options.selection.trainable,
         rename=options.selection.renaming(),
+        names=options.selection.names,
+        names_states=options.selection.names_states,
         dry_run=options.dry_run,
         resume=options.resume,
         overwrite=options.overwrite,
@@ -264,6 +278,8 @@ def verify(
             trainable=selection.trainable,
             rename=selection.renaming(),
             replicas=replicas,
+            names=selection.names,
+            names_states=selection.names_states,
             progress=progress,
         )
     accepted = api.accepts(found, replicas)

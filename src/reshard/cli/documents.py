@@ -40,6 +40,7 @@ from reshard.cli.values import plain_value
 if TYPE_CHECKING:
     from reshard.api import Diagnosis, Inspection, PieceRange
     from reshard.formats.checkpoint import Checkpoint, Problem, StoredTensor, Topology
+    from reshard.names.translation import Translation
 
 Document = dict[str, object]
 
@@ -82,6 +83,32 @@ def inspection_document(inspection: Inspection) -> Document:
         ],
         "problems": problem_documents(checkpoint),
         "tensors": [tensor_document(tensor) for tensor in inspection.listed],
+    }
+
+
+def names_document(translations: Sequence[Translation]) -> Document:
+    """Return what ``--names`` adds to the ``reshard.inspect/1`` document; nothing without it."""
+    if not translations:
+        return {}
+    return {
+        "names": [
+            {
+                "rules": one.rules.source,
+                "side": one.target_side,
+                "made": [
+                    {
+                        "name": made.name,
+                        "shape": list(made.join.map.logical_shape),
+                        "from": list(made.sources),
+                        "rule": made.rule.text,
+                    }
+                    for made in one.solution.made
+                ],
+                "left_out": list(one.solution.dropped),
+                "unused": [rule.text for rule in one.solution.unused],
+            }
+            for one in translations
+        ]
     }
 
 

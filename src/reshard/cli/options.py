@@ -334,6 +334,33 @@ RenameTable = Annotated[
         rich_help_panel=_WEIGHTS,
     ),
 ]
+
+
+class NamedStates(str, Enum):
+    """What is carried of parameters that get other shapes with their names."""
+
+    ALL = "all"
+    WEIGHTS = "weights"
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--names",
+        metavar="FILE",
+        help="Rules that join, split and rename parameters, moments included: a TOML file, or "
+        "preset:llama, preset:transformers-megatron, ... Repeatable, in order.",
+        rich_help_panel=_WHAT,
+    ),
+]
+NamesStates = Annotated[
+    NamedStates,
+    typer.Option(
+        "--names-states",
+        help="Of parameters that --names joins or splits: all states, or the weights alone.",
+        rich_help_panel=_WHAT,
+    ),
+]
 DcpTree = Annotated[
     str | None,
     typer.Option(

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from reshard.api import Inspection
     from reshard.errors import UnknownLayoutError
     from reshard.formats.checkpoint import Checkpoint, SourceFile, StoredTensor
+    from reshard.names.translation import Translation
 
 _GROUP_EXTRAS = ("groups", "param_groups")
 """The extras that every format uses for the parameter groups: names, and hyperparameters."""
 _OWN_EXTRAS = ("lists_frozen", "model_files", "restore_keys")
 """What readers keep for writers; it says nothing to a person, and ``--json`` names it."""
 _HYPERPARAMETERS_LIMIT = 400
+_FEW = 4
 
 
 def inspection_blocks(inspection: Inspection) -> Iterator[Block]:
@@ -40,6 +42,26 @@ def inspection_blocks(inspection: Inspection) -> Iterator[Block]:
     if inspection.listed:
         yield tensor_table(inspection.listed)
     yield lines("problems", checkpoint.problems, Tone.NOTICE)
+
+
+def names_blocks(translations: Iterable[Translation]) -> Iterator[Block]:
+    """Give what rules of names would make of a checkpoint, and which of them meet nothing."""
+    for one in translations:
+        yield table(
+            f"names of {one.target_side}, by {one.rules.source}",
+            "name shape from rule",
+            (
+                (
+                    made.name,
+                    format_shape(made.join.map.logical_shape),
+                    ", ".join(made.sources[:_FEW]) + (", ..." if len(made.sources) > _FEW else ""),
+                    made.rule.text.partition(" (")[0],
+                )
+                for made in one.solution.made
+            ),
+        )
+        yield lines("left out, as the rules say", one.solution.dropped)
+        yield lines("rules that meet nothing", (rule.text for rule in one.solution.unused))
 
 
 def tensor_table(tensors: Iterable[StoredTensor]) -> Block:

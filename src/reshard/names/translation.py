@@ -31,6 +31,9 @@ WEIGHTS = "fp32"
 GROUPS = "groups"
 """The extra that names the parameters of each optimizer group."""
 
+_OF_OTHER_NAMES = ("universal_checkpoint_info", "pipeline", "experts_are_cut")
+"""Extras that speak of parameters by names or patterns that are no more."""
+
 _OF_MATRICES = ("muon", "shampoo", "soap", "galore", "adafactor")
 """Optimizers, by a word of their names, whose update of an element looks at the whole matrix."""
 
@@ -324,7 +327,14 @@ def _renamed_alias(rules: Iterable[Rule], side: str, alias: str) -> str | None:
 def _extras(
     extras: Mapping[str, Extra], made: Sequence[Made], owners: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Extra]:
-    carried = dict(extras)
+    carried = {key: extra for key, extra in extras.items() if key not in _OF_OTHER_NAMES}
+    files, keys = extras.get("model_files"), extras.get("restore_keys")
+    if files is not None and isinstance(files.value, Sequence):
+        carried["model_files"] = replace(files, value=[_nameless(part) for part in files.value])
+    if keys is not None and isinstance(keys.value, Mapping):
+        same = {one.sources[0]: one.name for one in made if one.is_same}
+        kept = {same[name]: value for name, value in keys.value.items() if name in same}
+        carried["restore_keys"] = replace(keys, value=kept)
     module, groups = extras.get(MODULE_EXTRA), extras.get(GROUPS)
     if module is not None and isinstance(module.value, Mapping):
         entries = {str(name): kept for name, kept in module.value.items()}
@@ -341,6 +351,13 @@ def _extras(
             ],
         )
     return carried
+
+
+def _nameless(part: object) -> object:
+    """What a model-state file says, without what it says of parameters by name."""
+    if not isinstance(part, Mapping):
+        return part
+    return {key: value for key, value in part.items() if key not in _OF_OTHER_NAMES}
 
 
 def _require_one_group(groups: Sequence[Sequence[str]], made: Iterable[Made]) -> None:
