@@ -90,7 +90,57 @@ def llama(
     return model
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"odd": Odd, "llama": llama}
+class _Rows(nn.Module):
+    """Some rows of a linear layer that somebody else owns, as a layer of their own."""
+
+    def __init__(self, owner: nn.Linear, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.owner = [owner]
+        """In a list, so that the owner's parameter is not this module's too."""
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what these rows make of the input."""
+        return functional.linear(x, self.owner[0].weight[self.rows])
+
+
+def fused_llama(*, heads: int = 4, kv: int = 2, head_dim: int = 4, **others: int) -> nn.Module:
+    """Return the same Llama with one matrix for query, key and value, as Megatron keeps it.
+
+    Its rows are, for each key/value head: those of the query heads that share it, its own, and its
+    value's. The layer stands where the query's stood, so parameters keep their order.
+    """
+    model = llama(heads=heads, kv=kv, head_dim=head_dim, **others)  # type: ignore[arg-type]
+    share = heads // kv * head_dim
+    period = share + 2 * head_dim
+    starts = torch.arange(kv)[:, None] * period
+    rows = {
+        "q_proj": (starts + torch.arange(share)).flatten(),
+        "k_proj": (starts + share + torch.arange(head_dim)).flatten(),
+        "v_proj": (starts + share + head_dim + torch.arange(head_dim)).flatten(),
+    }
+    for attention in [
+        module for name, module in model.named_modules() if name.endswith("self_attn")
+    ]:
+        fused = nn.Linear(heads * head_dim, kv * period, bias=False)
+        others_there = {
+            name: child for name, child in attention.named_children() if name not in rows
+        }
+        for name in [*rows, *others_there]:
+            delattr(attention, name)
+        attention.linear_qkv = fused
+        for name, index in rows.items():
+            setattr(attention, name, _Rows(fused, index))
+        for name, child in others_there.items():
+            setattr(attention, name, child)
+    return model
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "odd": Odd,
+    "llama": llama,
+    "fused_llama": fused_llama,
+}
 
 
 def build_model(recipe: Recipe, *, seed: int, mpu: object = None) -> nn.Module:

@@ -198,12 +198,10 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     replicas
         Where copies differ: ``"refuse"``, ``"first"`` (the lowest rank's) or ``"mean"``.
     options
-        What to choose about the output, of the type that the format takes:
-        :class:`~reshard.formats.deepspeed.writing.NativeOptions` for ``to="deepspeed"``,
-        :class:`~reshard.formats.safetensors.SafetensorsOptions` for ``to="safetensors"``.
-        None for the defaults of the format; ``"deepspeed"`` has none.
+        What to choose about the output, of the type that the format takes (``NativeOptions``,
+        ``SafetensorsOptions``, ``DcpOptions``); None for its defaults, which ``"deepspeed"`` lacks.
     progress
-        Told ``(done, total, phase)`` about ten times a second, in bytes.
+        Told ``(done, total, phase)`` in bytes, about ten times a second.
 
     Raises
     ------
@@ -215,10 +213,10 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final, states = destination_of(destination), states or writer_of(to).states
     whole = _served(_opened(source, also, layout, reading, options), to, paths_of("also", also))
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    chosen = _renamed(chosen, rename, whole, to)
-    spelled = named(chosen, names, states=names_states, also=paths_of("also", also))
-    complete = _completed(options or writer_of(to).default, paths_of("also", also), layout)
+    folders, chosen = paths_of("also", also), _renamed(chosen, rename, whole, to)
+    spelled = named(chosen, names, states=names_states, also=folders)
     chosen = spelled.checkpoint
+    complete = _completed(options or writer_of(to).default, folders, layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers_of(workers)

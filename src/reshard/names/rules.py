@@ -32,6 +32,7 @@ only where that other name is. ``like = "llama"`` takes over all that another fi
 alternatives after ``|``, of which the first counts whose keys are there. They are needed only where
 shapes leave an extent open. A capture that one side lacks counts tensors along the axis of its
 name. *drop* lists names of a side that the other does not have; they are left out, which is said.
+*keep* lists names that are the same on both sides, where no join takes them.
 ``...`` in a spelling stands for all dims that are not named.
 """
 
@@ -50,7 +51,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_WORDS = frozenset(("sides", "models", "like", "note", "sizes", "join", "drop"))
+_WORDS = frozenset(("sides", "models", "like", "note", "sizes", "join", "drop", "keep"))
 _JOIN_WORDS = frozenset(("axes", "padded", "beside", "note"))
 
 
@@ -93,6 +94,8 @@ class Rules:
     """Extents of axes: numbers, or expressions over keys of ``config.json``."""
     drop: Mapping[str, tuple[str, ...]]
     """Glob patterns of the names of a side that the other lacks."""
+    keep: tuple[str, ...]
+    """Glob patterns of names that both sides have, where no rule takes them."""
     models: tuple[str, ...]
     """The ``model_type`` of the models that the file is for; empty for any."""
     source: str
@@ -102,9 +105,19 @@ class Rules:
         """Return the other side."""
         return self.sides[1] if side == self.sides[0] else self.sides[0]
 
+    def keeps(self, name: str) -> bool:
+        """Whether a name that no rule takes is the same on both sides."""
+        return any(fnmatchcase(name, pattern) for pattern in self.keep)
+
     def drops(self, side: str, name: str) -> bool:
         """Whether a name of a side is one that the other does not have."""
         return any(fnmatchcase(name, pattern) for pattern in self.drop.get(side, ()))
+
+
+def kept_rule(name: str, sides: tuple[str, str]) -> Rule:
+    """Return the rule of a name that is the same on both sides."""
+    same = Pattern(name)
+    return Rule(sides[1], same, {sides[0]: same}, {}, f"keep ({name})", {}, {}, {})
 
 
 def rules_of(text: str, source: str, like: Callable[[str], Rules] | None = None) -> Rules:
@@ -160,6 +173,7 @@ def _rules(root: Mapping[str, object], source: str, like: Callable[[str], Rules]
         made,
         rules=(*base.rules, *made.rules),
         sizes={**base.sizes, **made.sizes},
+        keep=(*base.keep, *made.keep),
         drop={side: (*base.drop.get(side, ()), *made.drop.get(side, ())) for side in made.sides},
     )
 
@@ -182,6 +196,7 @@ def _own_rules(root: Mapping[str, object], source: str) -> Rules:
             for axis, size in _table(root.get("sizes", {}), "sizes").items()
         },
         {side: _texts(globs, f"drop.{side}") for side, globs in drop.items()},
+        _texts(root.get("keep", []), "keep"),
         _texts(root.get("models", []), "models"),
         source,
     )

@@ -17,7 +17,7 @@ from reshard.errors import UsageError, count_text
 from reshard.geometry.join import Join, identity_join, inverted, leading_join, spelled_join
 from reshard.geometry.spelling import Spelling, solved
 from reshard.names.patterns import Pattern
-from reshard.names.rules import Rule, Rules
+from reshard.names.rules import Rule, Rules, kept_rule
 
 Shape = tuple[int, ...]
 _Place = tuple[str, tuple[int, ...]]
@@ -73,12 +73,17 @@ class _Use:
 
 
 def side_of(rules: Rules, names: Iterable[str]) -> str:
-    """Return the side that names are of: the one of which the rules take the most."""
+    """Return the side that names are of: the one of which the rules take the most.
+
+    A name that is kept may be of either side, so it counts only where nothing else does.
+    """
     listed = frozenset(names)
     taken = {
-        side: sum(_is_taken(rules, side, name, listed) for name in listed) for side in rules.sides
+        side: {name for name in listed if _is_taken(rules, side, name, listed)}
+        for side in rules.sides
     }
-    return max(rules.sides, key=lambda side: taken[side])
+    kept = {name for name in listed if rules.keeps(name)}
+    return max(rules.sides, key=lambda side: (len(taken[side] | kept), len(taken[side])))
 
 
 def _is_taken(rules: Rules, side: str, name: str, names: Container[str]) -> bool:
@@ -125,7 +130,7 @@ def solve(
         does not fit, an extent that nothing says, or two tensors that get one name.
     """
     uses: dict[int, dict[tuple[str, ...], _Use]] = {}
-    dropped, strange = [], []
+    dropped, strange, kept = [], [], []
     for name in shapes:
         if rules.drops(side, name):
             dropped.append(name)
@@ -135,7 +140,9 @@ def solve(
             for at, rule in enumerate(rules.rules)
             if (found := _met(rule, side, name, shapes))
         ]
-        if not met:
+        if not met and rules.keeps(name):
+            kept.append(name)
+        elif not met:
             strange.append(name)
         elif len(met) > 1:
             raise _two_rules(rules, name, [rules.rules[at] for at, _ in met])
@@ -147,6 +154,10 @@ def solve(
     joins = _Joins(rules, side, shapes, sizes)
     made = [
         one for at, found in uses.items() for use in found.values() for one in joins.of(at, use)
+    ]
+    made += [
+        Made(name, (name,), identity_join(name, shapes[name]), kept_rule(name, rules.sides))
+        for name in kept
     ]
     _require_distinct(made, rules)
     order = {name: at for at, name in enumerate(shapes)}

@@ -21,7 +21,7 @@ from reshard.formats.checkpoint import Checkpoint, Extra, Role, Scalar, StoredTe
 from reshard.formats.model_dtypes import MODULE_EXTRA
 from reshard.geometry import ParamAffineMap
 from reshard.geometry.join import Join
-from reshard.names.rules import Rule, Rules
+from reshard.names.rules import Rules
 from reshard.names.sizes import known_sizes
 from reshard.names.solving import Made, Solution, side_of, solve
 
@@ -296,7 +296,7 @@ def _aliases(
     for alias, owner in checkpoint.aliases.items():
         if rules.drops(side, alias):
             continue
-        name = _renamed_alias(rules.rules, side, alias)
+        name = _renamed_alias(rules, side, alias)
         become = owners.get(owner, ())
         if name is None or len(become) != 1:
             raise UsageError(
@@ -311,9 +311,9 @@ def _aliases(
     return made
 
 
-def _renamed_alias(rules: Iterable[Rule], side: str, alias: str) -> str | None:
+def _renamed_alias(rules: Rules, side: str, alias: str) -> str | None:
     """The other name of a tied one, where some rule takes it alone and as it is."""
-    for rule in rules:
+    for rule in rules.rules:
         if rule.axes:
             continue
         (part,) = rule.parts.values()
@@ -321,7 +321,7 @@ def _renamed_alias(rules: Iterable[Rule], side: str, alias: str) -> str | None:
         captures = here.match(alias)
         if captures is not None:
             return there.filled(captures)
-    return None
+    return alias if rules.keeps(alias) else None
 
 
 def _extras(
