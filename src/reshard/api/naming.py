@@ -20,7 +20,7 @@ from reshard.names.files import rules_for
 from reshard.names.translation import Translation, translated, translation_of
 
 NAMED_STATES = ("all", "weights")
-"""What is carried of parameters that are joined, split or laid out anew."""
+"""What is carried under other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def named(
     names
         Files of rules, or ``"preset:NAME"``, in the order in which they are applied.
     states
-        ``"all"``, or ``"weights"`` to carry of joined and split parameters the weights alone.
+        ``"all"``, or ``"weights"`` to carry the weights alone.
     also
         Further folders in which the ``config.json`` of the model may lie.
 

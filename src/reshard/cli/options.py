@@ -337,7 +337,7 @@ RenameTable = Annotated[
 
 
 class NamedStates(str, Enum):
-    """What is carried of parameters that get other shapes with their names."""
+    """What is carried under other names."""
 
     ALL = "all"
     WEIGHTS = "weights"
@@ -357,7 +357,7 @@ NamesStates = Annotated[
     NamedStates,
     typer.Option(
         "--names-states",
-        help="Of parameters that --names joins or splits: all states, or the weights alone.",
+        help="With --names: all states, or the weights alone.",
         rich_help_panel=_WHAT,
     ),
 ]

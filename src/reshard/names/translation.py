@@ -115,7 +115,7 @@ def translated(
     translation
         Its tensors on the other side.
     weights_only
-        Whether of joined parameters the weights alone are wanted, so that no optimizer is asked.
+        Whether the weights alone are wanted, so that no optimizer is asked.
 
     Raises
     ------
@@ -229,7 +229,7 @@ class _States:
 
     def scalars_of(self, one: Made) -> dict[TensorKey, Scalar]:
         """The numbers of a tensor of the other side, on which its sources agree."""
-        if self.weights_only and not one.is_same:
+        if self.weights_only:
             return {}
         held = [self.numbers.get(name, {}) for name in one.sources]
         for name, numbers in zip(one.sources, held, strict=True):
