@@ -105,6 +105,13 @@ FAMILIES = {
             "again, or convert again."
         ),
     ),
+    "names": (
+        "Names of another side",
+        (
+            "A file of rules is malformed, or does not take all of the checkpoint, or "
+            "contradicts it ([the words of such a file](names.md))."
+        ),
+    ),
     "geometry": (
         "Maps and plans",
         (

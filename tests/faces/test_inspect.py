@@ -37,11 +37,11 @@ states
 
 scalars
   state  value  parameters
-  step   3               4
+  step   3               3
 
 groups
   group  parameters  hyperparameters
-  0               4  lr=0.01, betas=(0.9, 0.95)
+  0               3  lr=0.01, betas=(0.9, 0.95)
 
 tied names
   name         is

@@ -35,8 +35,9 @@ def test_patterns_choose_parameters(
 ) -> None:
     chosen = select(sample, include=include, exclude=exclude)
     assert names(chosen) == kept
-    assert {name for name, _ in chosen.scalars} == set(kept)
-    assert chosen.extras["groups"] == Extra([[name for name in SHAPES if name in kept]])
+    trained = [name for name in SHAPES if name in kept and name != "norm.scale"]
+    assert {name for name, _ in chosen.scalars} == set(trained)
+    assert chosen.extras["groups"] == Extra([trained])
     assert chosen.extras["param_groups"] == sample.extras["param_groups"]
 
 

@@ -175,45 +175,41 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
         The folder to write. It appears complete or not at all.
     to
         Format to write.
-    workers
-        Copies under way at a time; they change speed only. By default one a CPU.
-    max_memory
-        Hard cap on the buffers of all workers together: bytes, or a text like ``"2GB"``.
+    workers, max_memory
+        Copies under way at a time, by default one a CPU; hard cap on the buffers of all of them
+        together: bytes, or a text like ``"2GB"``.
     fsync
         Whether the output is on the disk for good before it gets its name.
     include, exclude, states, trainable
         As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
-    rename
-        Other names for parameters, with ``to="safetensors"``.
-    names, names_states
-        Rules that join, split and rename parameters: :func:`~reshard.api.naming.named`.
+    rename, names, names_states
+        Other names for parameters, with ``to="safetensors"``; rules that join, split and rename
+        them: :func:`~reshard.api.naming.named`.
     dry_run
         Report, with the time that it would take, and write nothing.
-    resume
-        Continue what an interrupted run of the same conversion left.
-    overwrite
-        Replace an existing output.
+    resume, overwrite
+        Continue what an interrupted run of the same conversion left; replace an existing output.
     verify
         Compare the output with the source afterwards.
     replicas
         Where copies differ: ``"refuse"``, ``"first"`` (the lowest rank's) or ``"mean"``.
     options
-        What to choose about the output, of the type that the format takes (``NativeOptions``,
-        ``SafetensorsOptions``, ``DcpOptions``); None for its defaults, which ``"deepspeed"`` lacks.
+        What to choose about the output, of its format's type; ``"deepspeed"`` needs some.
     progress
         Told ``(done, total, phase)`` in bytes, about ten times a second.
 
     Raises
     ------
     ReshardError
-        It cannot be read, converted exactly or written; nothing like a result is left behind.
+        It cannot be read, converted exactly or written; nothing is left behind.
     """
     start = time.perf_counter()
     memory = size_of(max_memory)
     final, states = destination_of(destination), states or writer_of(to).states
-    whole = _served(_opened(source, also, layout, reading, options), to, paths_of("also", also))
+    folders = paths_of("also", also)
+    whole = _served(_opened(source, also, layout, reading, options), to, folders)
     chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    folders, chosen = paths_of("also", also), _renamed(chosen, rename, whole, to)
+    chosen = _renamed(chosen, rename, whole, to)
     spelled = named(chosen, names, states=names_states, also=folders)
     chosen = spelled.checkpoint
     complete = _completed(options or writer_of(to).default, folders, layout)
