@@ -5,6 +5,7 @@
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make test-crash    killed at hundreds of random moments, resumed, compared
 #   make test-live    1,000 random transfers between running processes
+#   make attack  thousands of damaged and mixed folders: what comes of each, as a table
 #   make docs    the documentation, as pages in site/, from a strict build
 #   make bench   every figure of docs/, side by side with the tools of DeepSpeed and torch
 
@@ -27,7 +28,9 @@ SIZE ?= quick
 # Real checkpoints beyond those of tests/golden, when they are there.
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
-.PHONY: test test-crash test-live test-matrix lint types unit docs demo bench golden clean help
+ATTACK_ARGS ?= --count 3000 --seed 1
+
+.PHONY: test attack test-crash test-live test-matrix lint types unit docs demo bench golden clean help
 
 test: lint types docs unit
 
@@ -58,6 +61,10 @@ test-crash: $(VENV)/ready
 # the live transfer between many more random maps than CI has time for
 test-live: $(VENV)/ready
 	RESHARD_LIVE_CASES=1000 $(BIN)/python -m pytest tests/live/test_random_maps.py
+
+# folders damaged and mixed by chance, from the checkpoints that are there (scripts/attack)
+attack: $(VENV)/ready
+	$(BIN)/python -m scripts.attack $(ATTACK_ARGS)
 
 # torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt
