@@ -14,6 +14,7 @@ import torch
 import reshard
 from reshard.api import conversion
 from reshard.errors import CheckpointError, ReplicaMismatchError, ReshardError
+from reshard.formats.renaming import renaming_of
 from reshard.planning import Plan, plan
 from tests.formats.deepspeed.reading import doubled, rewrite
 from tests.truth import case_named
@@ -161,6 +162,14 @@ def test_weights_of_another_run(name: str, tmp_path: Path) -> None:
     folder = copy_of(name, tmp_path)
     doubled(folder, MODELS)
     require_refused(folder, ReplicaMismatchError, "not its master weights rounded")
+
+
+def test_other_names_do_not_hide_it(tmp_path: Path) -> None:
+    folder = copy_of("odd_z1_dp2_fp32", tmp_path)
+    doubled(folder, MODELS)
+    renaming = renaming_of(["^=other."])
+    with pytest.raises(ReplicaMismatchError, match="not its master weights rounded"):
+        reshard.convert(folder, tmp_path / "out", to="safetensors", rename=renaming)
 
 
 def test_copies_that_differ(tmp_path: Path) -> None:

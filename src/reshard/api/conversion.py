@@ -208,15 +208,15 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     final, states = destination_of(destination), states or writer_of(to).states
     folders = paths_of("also", also)
     whole = _served(_opened(source, also, layout, reading, options), to, folders)
-    chosen = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    chosen = _renamed(chosen, rename, whole, to)
+    picked = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
+    chosen = _renamed(picked, rename, whole, to)
     spelled = named(chosen, names, states=names_states, also=folders)
     chosen = spelled.checkpoint
     complete = _completed(options or writer_of(to).default, folders, layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers_of(workers)
-    told = require_sound(chosen, replicas)
+    told = require_sound(picked, replicas)  # evidence speaks of the names in the files
     report = _forecast(spelled, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
@@ -324,9 +324,9 @@ def _completed(
 def _forecast(
     spelled: Named, job: Plan, final: Path, whole: int, workers: int, max_memory: int
 ) -> ConversionReport:
-    sizes = sizes_for(max_memory, workers)
+    sizes, source = sizes_for(max_memory, workers), spelled.checkpoint
     return ConversionReport(
-        source=spelled.checkpoint,
+        source=replace(source, problems=(*source.problems, *source.unproved)),
         left_out=whole - spelled.carried,
         format=job.format,
         destination=str(final),

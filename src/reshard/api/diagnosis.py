@@ -36,6 +36,9 @@ from reshard.formats.registry import ReadOptions
 from reshard.formats.soundness import objections
 from reshard.formats.survey import Survey, problem_of
 
+FAR_APART_HOURS = 1.0
+"""From when on the modification times of a checkpoint are told; a save takes minutes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -223,7 +226,7 @@ def _in_folder(path: Path, folder: TagFolder, survey: Survey, sources: _Sources)
     if _is_readable(survey, sources):
         try:
             checkpoint = sources.open(path)
-            notes += checkpoint.problems
+            notes += (*checkpoint.problems, *checkpoint.unproved, *_times_apart(checkpoint))
             faults += _unsound(checkpoint)
             if survey.topology is not None:
                 survey = replace(survey, topology=checkpoint.topology)
@@ -244,6 +247,21 @@ def _unsound(checkpoint: Checkpoint) -> Iterator[Problem]:
         first = problem_of(differing[0].error())
         more = f", in {len(differing)} states of tensors" if len(differing) > 1 else ""
         yield replace(first, what=f"{first.what}{more}")
+
+
+def _times_apart(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A hint: files of one save are written within moments, and copied together."""
+    times = {file.path: file.stamp[-1] for file in checkpoint.files if file.stamp}
+    if len(times) < 2:
+        return
+    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    hours = (times[last] - times[first]) / 3.6e12
+    if hours >= FAR_APART_HOURS:
+        yield Problem(
+            f"modification times stand far apart: {Path(last).name} is {hours:.0f} h younger than "
+            f"{Path(first).name}, as where a file was copied in later",
+            checkpoint.path,
+        )
 
 
 def _is_readable(survey: Survey, sources: _Sources) -> bool:

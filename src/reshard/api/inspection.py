@@ -105,7 +105,7 @@ def inspect(
     """
     opened = open_checkpoint(path, also=also, layout=layout, reading=reading)
     against = map(problem_of, opened.contradictions)
-    checkpoint = replace(opened, problems=(*against, *opened.problems))
+    checkpoint = replace(opened, problems=(*against, *opened.problems, *opened.unproved))
     if tensors is not None:
         require_match(tensors, checkpoint.names)
     listed = tuple(

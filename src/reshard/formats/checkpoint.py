@@ -296,6 +296,8 @@ class Checkpoint:
         Where the model's own weights must be the masters rounded, for whoever reads bytes.
     contradictions
         What the files say against each other, as errors; the user may accept it (`soundness`).
+    unproved
+        What the files leave open of whether they are of one save; it is told, and in no way.
     cuts
         How the source cut parameters over its tensor ranks, by name, where the user stated that.
     is_export
@@ -315,6 +317,7 @@ class Checkpoint:
     problems: tuple[Problem, ...] = ()
     copies: tuple[RoundedCopy, ...] = ()
     contradictions: tuple[CheckpointError, ...] = ()
+    unproved: tuple[Problem, ...] = ()
     cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
     is_export: bool = False
 

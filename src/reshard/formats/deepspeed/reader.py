@@ -23,6 +23,7 @@ from reshard.formats.checkpoint import (
     Problem,
     Region,
     Role,
+    RoundedCopy,
     Scalar,
     StoredTensor,
     TensorKey,
@@ -74,6 +75,7 @@ from reshard.formats.deepspeed.router_alias import router_aliases
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.steps import odd_steps, step_contradictions
 from reshard.formats.deepspeed.tensor_parallel import read_layouts, require_same_for_ties
+from reshard.formats.deepspeed.ties import twins, untied
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     read_unsharded_experts,
@@ -440,7 +442,7 @@ class _Reading:
             extras["restore_keys"] = Extra(restore_keys)
         # ZeRO-3 has placeholders instead of weights
         shards = {} if self.stage == 3 else self.found.shards
-        copies = weight_copies(self.columns, self.weights, self.experts, shards, aliases)
+        copies = tuple(weight_copies(self.columns, self.weights, self.experts, shards, aliases))
         require_steps(self.scalars, first.file)
         version = first.version or (self.ranks[0, 0].version if self.ranks else "")
         return Checkpoint(
@@ -454,15 +456,25 @@ class _Reading:
             versions={"deepspeed": version} if version else {},
             files=self.inventory.sources,
             problems=tuple(dict.fromkeys(self._problems())),
-            copies=tuple(copies),
+            copies=copies,
             contradictions=tuple(self._contradictions()),
+            unproved=tuple(self._untied(copies)),
             cuts=self._stated_cuts(governor),
         )
 
     def _contradictions(self) -> Iterator[CheckpointError]:
         """What files say against each other; a manifest vouches for what reshard wrote."""
-        if not (self.inventory.folder.path / MANIFEST_NAME).exists():
+        if not self._is_ours():
+            shapes = {tensor.name: tensor.shape for tensor in self.tensors.values()}
             yield from step_contradictions(self.columns, self.ranks, self.scalars)
+            yield from twins(self.models, self.ranks, self.found.shards, shapes)
+
+    def _untied(self, copies: Sequence[RoundedCopy]) -> Iterator[Problem]:
+        if not self._is_ours():
+            yield from untied(copies, list(self.tensors.values()))
+
+    def _is_ours(self) -> bool:
+        return (self.inventory.folder.path / MANIFEST_NAME).exists()
 
     def _stated_cuts(self, governor: Governor) -> dict[str, ParamAffineMap]:
         """The cuts that a stated layout decided: no other file says them again."""
