@@ -12,6 +12,7 @@ from reshard.api.look_alikes import look_alike_problems
 from reshard.formats import registry
 from reshard.formats.checkpoint import Checkpoint, Problem, SourceFile
 from reshard.formats.folders import resolve_folder
+from reshard.formats.manifest import require_as_written
 from reshard.formats.registry import ReadOptions
 
 AnyPath = str | PathLike[str]
@@ -43,6 +44,20 @@ def open_checkpoint(
     ReshardError
         The input is not a whole and sound checkpoint; the subclass and the text say why.
     """
+    checkpoint = opened(path, also=also, layout=layout, reading=reading)
+    if checkpoint.listing is not None:
+        require_as_written(checkpoint.listing, (file.path for file in checkpoint.files))
+    return checkpoint
+
+
+def opened(
+    path: AnyPath,
+    *,
+    also: Sequence[AnyPath] | AnyPath = (),
+    layout: AnyPath | None = None,
+    reading: ReadOptions | None = None,
+) -> Checkpoint:
+    """As :func:`open_checkpoint`, for whoever compares the folder with its manifest itself."""
     folders = paths_of("also", also)
     checkpoint = registry.open_checkpoint(
         fspath(path), also=folders, layout=layout, reading=reading

@@ -15,7 +15,7 @@ from reshard.api.arguments import paths_of, size_of, texts_of, workers_of
 from reshard.api.budgets import DEFAULT_MAX_MEMORY_BYTES, Progress
 from reshard.api.exports import comparable
 from reshard.api.naming import named
-from reshard.api.opening import AnyPath, open_checkpoint
+from reshard.api.opening import AnyPath, opened
 from reshard.api.selection import select
 from reshard.execution import MANIFEST_NAME, SIDES, Comparison, check_manifest
 from reshard.formats.checkpoint import Checkpoint, TensorKey
@@ -81,9 +81,9 @@ def verify(  # noqa: PLR0913 - keyword-only, and each is an option of the comman
     """
     memory = size_of(max_memory)
     states = texts_of("states", states)
-    whole = open_checkpoint(source, also=also, layout=layout, reading=reading)
+    whole = opened(source, also=also, layout=layout, reading=reading)
     left = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    right = open_checkpoint(destination)
+    right = opened(destination)
     for side in (left, right):
         require_sound(side, replicas)
     if rename:

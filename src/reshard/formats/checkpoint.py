@@ -27,6 +27,7 @@ from enum import Enum
 
 from reshard.errors import CheckpointError
 from reshard.formats.dtypes import DType
+from reshard.formats.manifest import Listing
 from reshard.geometry import ParamAffineMap
 
 TensorKey = tuple[str, str]
@@ -303,6 +304,8 @@ class Checkpoint:
     is_export
         Whether it is of a format that holds what is used when training is over: some states,
         perhaps rounded, and nothing of the optimizer's beside them.
+    listing
+        What the manifest of the folder lists, where reshard wrote it.
     """
 
     format: str
@@ -320,6 +323,7 @@ class Checkpoint:
     unproved: tuple[Problem, ...] = ()
     cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
     is_export: bool = False
+    listing: Listing | None = field(default=None, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

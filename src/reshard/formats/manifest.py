@@ -5,19 +5,25 @@ lost looks like a whole checkpoint of a smaller model. What reshard wrote has a 
 (`reshard_manifest.json`) that lists every file, so there a loss can be told from a smaller model,
 and is refused. Folders written by others have no manifest, and nothing is asked of them.
 
+It also holds a digest of every byte, so when a folder is opened all that lies outside of tensors
+is held against what was written. Of an archive that is also the checksums of its tensors, so files
+that were exchanged or edited are found without reading a tensor.
+
 The manifest is foreign like any other file: it is read once, within limits, to typed values or an
-error. Its paths are compared with what is there and are never opened here.
+error. Its paths are compared with what is there and are never opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import ArchiveError, MissingFileError, count_text
+import xxhash
+
+from reshard.errors import ArchiveError, CheckpointError, MissingFileError, count_text
 from reshard.formats.folders import TagFolder
 
 MANIFEST_NAME = "reshard_manifest.json"
@@ -73,17 +79,47 @@ class Loss:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a manifest lists, by the paths at which the files of the folder are now.
+
+    Parameters
+    ----------
+    files
+        The files that are there.
+    parts
+        The tensors in each, ascending by offset.
+    lost
+        What is not there.
+    """
+
+    files: Mapping[str, ManifestFile]
+    parts: Mapping[str, tuple[ManifestPart, ...]]
+    lost: tuple[Loss, ...] = ()
+
+
+def changed(what: str, file: str, part: ManifestPart | None = None) -> CheckpointError:
+    """The refusal of a file that is no longer what the manifest says was written."""
+    return CheckpointError(
+        what,
+        file=file,
+        parameter=part.name if part else None,
+        state=part.state if part else None,
+        found=f"another digest or size than in {MANIFEST_NAME}",
+        next_step=_FIX,
+    )
+
+
 # --------------------------------------------------------------------------- what is lost
 
 
-def lost_files(folder: TagFolder) -> tuple[Loss, ...]:
-    """List the files that the manifest of a folder names and that are not there.
+def read_listing(folder: TagFolder) -> Listing | None:
+    """Read what the manifest of a folder lists; None where it has none.
 
     Parameters
     ----------
     folder
-        The tag folder; a file may also lie in one of its `also` folders. Without a manifest
-        nothing is lost.
+        The tag folder; a file may also lie in one of its `also` folders.
 
     Raises
     ------
@@ -92,27 +128,60 @@ def lost_files(folder: TagFolder) -> tuple[Loss, ...]:
     """
     path = folder.path / MANIFEST_NAME
     if not path.exists():
-        return ()
+        return None
     document = manifest_document(path)
-    places = (folder.path, *folder.also)
-    lost = [
-        file.path
-        for file in manifest_files(document, path)
-        if not any((place / file.path).is_file() for place in places)
-    ]
-    if not lost:
-        return ()
-    held: dict[str, ManifestPart] = {}
+    held: dict[str, list[ManifestPart]] = {}
     for part in manifest_parts(document, path):
-        held.setdefault(part.file, part)
-    return tuple(
-        Loss(name, held[name].name, held[name].state) if name in held else Loss(name)
-        for name in lost
-    )
+        held.setdefault(part.file, []).append(part)
+    files, parts, lost = {}, {}, []
+    for file in manifest_files(document, path):
+        places = (place / file.path for place in (folder.path, *folder.also))
+        found = next((str(place) for place in places if place.is_file()), None)
+        inside = sorted(held.get(file.path, ()), key=lambda part: part.offset)
+        if found is not None:
+            files[found], parts[found] = file, tuple(inside)
+        else:
+            first = (inside[0].name, inside[0].state) if inside else ()
+            lost.append(Loss(file.path, *first))
+    return Listing(files, parts, tuple(lost))
 
 
-def require_files(folder: TagFolder, suffix: str = "") -> None:
-    """Refuse a folder that has lost a file, of those whose names end so.
+def require_as_written(listing: Listing, paths: Iterable[str]) -> None:
+    """Refuse files of another size than was written, or of other bytes outside the tensors.
+
+    An archive has the checksums of its tensors there, so files that were exchanged are found.
+
+    Raises
+    ------
+    CheckpointError
+        A file was changed, or exchanged with another, since the folder was written.
+    """
+    for path in paths:
+        file = listing.files.get(path)
+        if file is None:
+            continue
+        size = Path(path).stat().st_size
+        if size != file.nbytes:
+            raise changed("a file has another size than was written", path)
+        if _rest_of(path, file) != file.rest:
+            part = next(iter(listing.parts.get(path, ())), None)
+            raise changed("a file does not hold what was written", path, part)
+
+
+def _rest_of(path: str, file: ManifestFile) -> str:
+    """Digest of the bytes of a file outside its slots."""
+    state = xxhash.xxh3_128()
+    with Path(path).open("rb") as opened:
+        at = 0
+        for start, nbytes in (*file.slots, (file.nbytes, 0)):
+            opened.seek(at)
+            state.update(opened.read(max(start - at, 0)))
+            at = start + nbytes
+    return state.hexdigest()
+
+
+def require_files(folder: TagFolder, suffix: str = "") -> Listing | None:
+    """Refuse a folder that has lost a file, of those whose names end so; else its listing.
 
     Raises
     ------
@@ -121,10 +190,12 @@ def require_files(folder: TagFolder, suffix: str = "") -> None:
     ArchiveError
         The manifest is not one that this version of reshard reads.
     """
-    lost = [loss for loss in lost_files(folder) if loss.path.endswith(suffix)]
+    listing = read_listing(folder)
+    lost = [loss for loss in listing.lost if loss.path.endswith(suffix)] if listing else []
     if lost:
         many = f"{count_text(len(lost), 'file')} missing"
         raise lost[0].error(folder.path, many)
+    return listing
 
 
 # --------------------------------------------------------------------------- reading

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import UsageError
@@ -28,6 +28,7 @@ from reshard.formats.folders import (
     resolve_folder,
     unknown_folder,
 )
+from reshard.formats.manifest import read_listing
 from reshard.formats.safetensors.options import WEIGHTS, SafetensorsOptions
 from reshard.formats.stated_layouts import StatedLayouts, read_stated_layouts
 from reshard.formats.step_values import require_steps
@@ -304,7 +305,8 @@ def open_checkpoint(
         if entry.recognises(folder):
             checkpoint = entry.read(folder, stated, reading)
             require_steps(checkpoint.scalars, checkpoint.path)
-            return checkpoint
+            listing = checkpoint.listing or read_listing(folder)
+            return replace(checkpoint, listing=listing)
     raise unknown_folder(folder)
 
 

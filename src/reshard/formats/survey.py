@@ -18,7 +18,7 @@ from typing import TypeVar
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Problem, Topology
 from reshard.formats.folders import TagFolder
-from reshard.formats.manifest import MANIFEST_NAME, lost_files
+from reshard.formats.manifest import MANIFEST_NAME, read_listing
 from reshard.formats.torch_archive import Archive, read_archive
 
 AGAIN = "copy it again from where it was written"
@@ -133,15 +133,16 @@ def listed_files(folder: TagFolder) -> Survey:
 def with_losses(survey: Survey, folder: TagFolder) -> Survey:
     """Return a survey with the files that the manifest of the folder lists and are not there."""
     findings = Findings(list(survey.problems))
-    lost = findings.opened(folder.path / MANIFEST_NAME, lambda _: lost_files(folder))
+    count = len(findings.problems)
+    listing = findings.opened(folder.path / MANIFEST_NAME, lambda _: read_listing(folder))
     missed = {file.file for file in survey.files if file.presence is Presence.MISSING}
     files = list(survey.files)
-    for loss in lost or ():
+    for loss in listing.lost if listing else ():
         error = loss.error(folder.path)
         if error.file is not None and error.file not in missed:
             findings.problems.append(problem_of(error))
             files.append(RankFile("listed file", None, None, Presence.MISSING, error.file))
-    whole = survey.whole and lost == ()
+    whole = survey.whole and len(findings.problems) == count
     return replace(survey, files=tuple(files), problems=tuple(findings.problems), whole=whole)
 
 

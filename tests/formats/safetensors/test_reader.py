@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import ArchiveError, CheckpointError, MissingFileError, UsageError
+from reshard.errors import (
+    ArchiveError,
+    CheckpointError,
+    MissingFileError,
+    UnsupportedError,
+    UsageError,
+)
 
 library = pytest.importorskip("safetensors.torch")
 hub = pytest.importorskip("huggingface_hub")
@@ -267,3 +273,20 @@ def test_files_of_one_set_that_state_two_states_are_refused(tmp_path: Path) -> N
         library.save_file({f"w{number}": torch.ones(1)}, path, {"reshard_state": state})
     with pytest.raises(CheckpointError, match="the files of a set hold different states"):
         reshard.open_checkpoint(tmp_path)
+
+
+def test_a_rank_s_part_is_not_the_whole(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    said = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}}'}
+    library.save_file({"w": torch.ones(2, 3)}, path, metadata=said)
+    with pytest.raises(UnsupportedError, match="one rank's part of each tensor"):
+        reshard.open_checkpoint(path)
+
+
+def test_placeholders_are_not_weights(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.safetensors"
+    library.save_file({"a": torch.empty(0), "b": torch.empty(0)}, path)
+    with pytest.raises(CheckpointError, match="the placeholders of ZeRO-3"):
+        reshard.open_checkpoint(path)
+    library.save_file({"a": torch.empty(0), "b": torch.ones(2)}, path)
+    assert set(reshard.open_checkpoint(path).names) == {"a", "b"}

@@ -247,3 +247,24 @@ def test_a_hostile_manifest_and_resume(folder: Path) -> None:
     with pytest.raises(OutputError, match="the output exists already"):
         reshard.convert(SOURCE, folder, to="universal", resume=True)
     assert sorted(path.name for path in folder.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("target", ["universal", "safetensors", "dcp"])
+def test_what_was_written_opens(tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "out"
+    reshard.convert(SOURCE, folder, to=target)
+    assert reshard.open_checkpoint(folder).listing is not None
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_exchanged_files_of_one_shape(folder: Path, state: str) -> None:
+    """Only the manifest beside them can tell."""
+    first, second = (
+        folder / "zero" / f"norm.{name}" / f"{state}.pt" for name in ("bias", "weight")
+    )
+    held = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(held)
+    error = refusal(folder)
+    assert (error.what, error.file) == ("a file does not hold what was written", str(first))
+    assert (error.parameter, error.state, error.next_step) == ("norm.bias", state, FIX)

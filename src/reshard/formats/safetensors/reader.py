@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from reshard.errors import CheckpointError, MissingFileError
+from reshard.errors import CheckpointError, MissingFileError, UnsupportedError, count_text
 from reshard.formats.checkpoint import (
     Checkpoint,
     Extra,
@@ -37,6 +37,9 @@ from reshard.layouts.builders import replicated_map
 
 STATE_KEY = "reshard_state"
 """Key in the metadata of a file that holds another state than the weights."""
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Key in the metadata of a file of parts: which part of each tensor it holds."""
 
 _PROVENANCE = "safetensors, whole"
 _whole = lru_cache(maxsize=1024)(lambda shape: replicated_map(shape, 1))
@@ -66,6 +69,8 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
     for found in sets:
         sources = [source_file(path, WEIGHTS) for path in found.paths]
         headers = {path: read_header(str(path)) for path in found.paths}
+        for path, header in headers.items():
+            _require_values(path, header)
         state = _state(found, headers)
         _require_first(states.setdefault(state, found), found, state)
         held = _tensors(state, headers)
@@ -87,6 +92,26 @@ def open_safetensors(folder: TagFolder) -> Checkpoint:
         problems=tuple(problems),
         is_export=True,
     )
+
+
+def _require_values(path: Path, header: Header) -> None:
+    """Refuse a file of parts of tensors, and one of the placeholders that ZeRO-3 leaves."""
+    if SHARDING_KEY in header.metadata:
+        raise UnsupportedError(
+            "the file holds one rank's part of each tensor, and not the tensors",
+            file=path,
+            found=f"{SHARDING_KEY} in its header, as torch's HuggingFaceStorageWriter writes it",
+            next_step="consolidate the files of all ranks with torch "
+            "(consolidate_safetensors_files), then convert what that gives",
+        )
+    if header.entries and all(entry.shape == (0,) for entry in header.entries):
+        raise CheckpointError(
+            "every tensor of the file is empty: these are the placeholders of ZeRO-3, saved "
+            "without gathering the weights",
+            file=path,
+            found=f"{count_text(len(header.entries), 'tensor')} of shape (0,)",
+            next_step="convert the checkpoint of the same run, the folder that latest names",
+        )
 
 
 def _require_first(first: FileSet, found: FileSet, state: str) -> None:

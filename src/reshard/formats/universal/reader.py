@@ -68,7 +68,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
     CheckpointError, ArchiveError
         A file is damaged or hostile, or files contradict each other.
     """
-    require_files(folder)
+    listing = require_files(folder)
     others = _other_files(folder.path)
     models = _models(folder.path)
     model = models[0] if models else None
@@ -108,6 +108,7 @@ def open_universal(folder: TagFolder) -> Checkpoint:
         extras=_extras(models, optimizer) | _kept(restore_keys),
         versions=_versions(model),
         files=tuple(files) + others,
+        listing=listing,
         problems=(
             *_problems(folder.path, tensors),
             *uneven_states(held, chain(*groups), folder.path / ZERO),
