@@ -78,7 +78,8 @@ def open_dcp(folder: TagFolder, reading: DcpReading | None = None) -> Checkpoint
         raise UsageError(
             "a DCP folder is one folder",
             file=folder.path,
-            next_step="copy the data files of all nodes into it, and leave --also out",
+            next_step="convert one folder at a time; data files of other nodes of the same save "
+            "belong beside its .metadata, and replace no file of the same name",
         )
     _require_index(folder)
     index = read_index(folder.path / METADATA)
