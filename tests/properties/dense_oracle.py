@@ -127,6 +127,16 @@ def copies(plan: TransferPlan) -> list[Copy]:
     ]
 
 
+def same_copies(one: TransferPlan, other: TransferPlan) -> bool:
+    """Whether two plans copy the same elements to the same places, however they are cut."""
+    shapes = (dict(one.source_shapes), dict(one.target_shapes))
+    return (
+        shapes == (dict(other.source_shapes), dict(other.target_shapes))
+        and set(copies(one)) == set(copies(other))
+        and dict(one.unfilled) == dict(other.unfilled)
+    )
+
+
 def plan_is_sound(plan: TransferPlan) -> bool:
     """Whether a plan writes each target element once or names it, inside both sets of shards."""
     made = copies(plan)

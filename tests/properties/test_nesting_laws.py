@@ -81,7 +81,7 @@ def test_nesting_does_not_depend_on_spelling(case: Case) -> None:
     inner = inner_maps(case, outer)
     rnd = case.random("spelling")
     other = {rank: respelled(rnd, cut) for rank, cut in reversed(inner.items())}
-    assert nest(respelled(rnd, outer), other) == nest(outer, inner)
+    assert nest(respelled(rnd, outer), other).same_elements(nest(outer, inner))
 
 
 @SETTINGS
@@ -105,7 +105,7 @@ def test_locate_gives_exact_locations_whatever_was_said(case: Case) -> None:
     }
     found = locate(one.logical_shape, one.shard_shapes, said)
     assert dense.relation(found) == dense.relation(one)
-    assert found == one.canonical()
+    assert found.same_elements(one)
 
 
 def a_block(draw: st.DrawFn) -> tuple[tuple[int, ...], AffinePiece]:

@@ -271,14 +271,21 @@ def _built(entry: Entry, path: str) -> ParamAffineMap:
 
 
 def folded_map(
-    logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]], table: PieceTable
+    logical_shape: Sequence[int],
+    shard_shapes: Mapping[int, Sequence[int]],
+    table: PieceTable,
+    *,
+    by_runs: bool = False,
 ) -> ParamAffineMap:
-    """Return the canonical map of pieces whose links are seen from the shard (near the shard)."""
+    """Return the canonical map of pieces whose links are seen from the shard (near the shard).
+
+    With ``by_runs`` the form depends on the elements alone, and may have more pieces than came.
+    """
     order, label = classes_of([table.rank, table.place, kinds_of(table.scale)[1]])
     group = np.empty(len(order), np.int64)
     group[order] = label
     lead = order[starts_of(label)]
-    link, group = fold_table(table.link, group)
+    link, group = fold_table(table.link, group, by_runs=by_runs)
     rows = lead[group]
     order = order_by([table.rank[rows], link.near])
     link, rows = link.take(order), rows[order]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from reshard.errors import CompositionError, count_text
-from reshard.geometry.affine_map import ParamAffineMap
+from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.disjointness import names_once
 from reshard.geometry.equality import writes_once
 from reshard.geometry.folding import fold_table
@@ -80,13 +80,14 @@ def layers_of(source: ParamAffineMap) -> list[PieceTable]:
     """Return the pieces as tables in each of which no rank holds an element twice.
 
     The first has, of whatever a rank holds, the first place; the others what that leaves out.
-    Which place is the first must not depend on how the map is spelled, so its canonical form is
+    Which place is the first must not depend on how the map is spelled, so the form of its runs is
     asked where it matters.
     """
     table = source.table
     if names_once(table.link, table.rank):
         return [table]
-    table = source.canonical().table
+    turned = source.table.turned()
+    table = folded_map(source.logical_shape, source.shard_shapes, turned, by_runs=True).table
     link, rows, depth = table_layers(table.link, table.rank)
     layers = []
     for level in range(int(depth.max(initial=0)) + 1):

@@ -148,9 +148,10 @@ def _candidates(blocks: _Steps, labels: _Labels, crowd: Ints, others: _Steps) ->
     """
     group = labels.group
     many = (crowd[group] > MANY)[blocks.of]
+    few = blocks.take(np.flatnonzero(~many)) if many.any() else blocks
+    few = _appended([_differences(few), _periods(few)])
     if not many.any():
-        return _differences(blocks)
-    few = _differences(blocks.take(np.flatnonzero(~many)))
+        return few
     rest = blocks.take(np.flatnonzero(many))
     recurring = _recurring(rest)
     evidence = _appended([_Steps(group[recurring.of], recurring.near, recurring.far), others])
@@ -198,11 +199,33 @@ def _differences(blocks: _Steps) -> _Steps:
     return _appended([blocks.take(np.arange(0)), *found])
 
 
+def _periods(blocks: _Steps) -> _Steps:
+    """Return the differences between places further apart than :func:`_differences` looks.
+
+    Rows of many blocks step by whole rows, which recur however irregular a row is.
+    """
+    first, then, _ = _recurrences(blocks)
+    apart = np.flatnonzero(then - first > _LAGS)
+    first, then = first[apart], then[apart]
+    label, near, far = blocks.columns
+    found = _Steps(label[first], near[then] - near[first], far[then] - far[first])
+    return found.take(np.flatnonzero(found.far >= 0))
+
+
 def _recurring(blocks: _Steps) -> _Steps:
     """Return the differences between places from which the next block is equally far, and that way.
 
     From both places to the next ones the difference is the same, so each is returned twice.
     """
+    first, then, step = _recurrences(blocks)
+    label, near, far = blocks.columns
+    found = _Steps(label[first], near[then] - near[first], far[then] - far[first])
+    every = _appended([found, found, step])
+    return every.take(np.flatnonzero(every.far >= 0))
+
+
+def _recurrences(blocks: _Steps) -> tuple[Ints, Ints, _Steps]:
+    """Return places and the next ones from which the next block is equally far, and that way."""
     label, near, far = blocks.columns
     same = np.flatnonzero(label[1:] == label[:-1])
     token = _Steps(label[same], near[same + 1] - near[same], far[same + 1] - far[same])
@@ -214,10 +237,7 @@ def _recurring(blocks: _Steps) -> _Steps:
     for column in token.columns:
         again &= column[first] == column[then]
     step = token.take(np.concatenate([first[again], then[again]]))
-    first, then = same[first[again]], same[then[again]]
-    found = _Steps(label[first], near[then] - near[first], far[then] - far[first])
-    every = _appended([found, found, step])
-    return every.take(np.flatnonzero(every.far >= 0))
+    return same[first[again]], same[then[again]], step
 
 
 def _dim_steps(table: LinkTable, group: Ints) -> _Steps:

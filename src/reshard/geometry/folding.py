@@ -17,6 +17,11 @@ elements, whole links take the place of runs: those that continue each other are
 chained, until nothing changes. That undoes ordinary cuts; but two lists of links that cut into each
 other in passing may keep different forms.
 
+*Folding never makes more.* Runs forget how blocks of an irregular order belong together, and
+finding the fewest blocks again is as hard as any covering. So where the form of the runs has more
+links than came, the links are merged as they came instead. Then two spellings of the same pairs
+may keep two forms, each no larger than its spelling; ``same_elements`` knows them for equal.
+
 What may not be merged (another holder, scale, pair of ranks) is another *group*; grouping before
 folding is what lets a stack of blocks that alternate between holders fold at all.
 """
@@ -47,7 +52,7 @@ SMALL = 64
 """Groups of more links are not asked whether nothing in them can merge; in most, something can."""
 
 
-def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+def fold_table(table: LinkTable, group: Ints, *, by_runs: bool = False) -> tuple[LinkTable, Ints]:
     """Return the canonical form of links in groups.
 
     Parameters
@@ -56,6 +61,9 @@ def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         Links; near addresses are distinct within a group.
     group
         The group of each row, non-negative.
+    by_runs
+        Keep the form of the runs where it has more links than came, too: for choices that must
+        not depend on how a map is spelled.
 
     Returns
     -------
@@ -63,18 +71,26 @@ def fold_table(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
         The folded links and their groups, sorted by group and near offset.
     """
     if len(table) <= BATCH:
-        return _fold_at_once(table.normalised(), group)
-    done = [_fold_at_once(table.take(rows).normalised(), group[rows]) for rows in batches(group)]
+        return _fold_at_once(table.normalised(), group, by_runs)
+    done = [
+        _fold_at_once(table.take(rows).normalised(), group[rows], by_runs)
+        for rows in batches(group)
+    ]
     return concatenated([part for part, _ in done]), np.concatenate([of for _, of in done])
 
 
-def _fold_at_once(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+def _fold_at_once(
+    table: LinkTable,
+    group: Ints,
+    by_runs: bool,  # noqa: FBT001 - passed on
+) -> tuple[LinkTable, Ints]:
     table, group = in_order(table, group)
     settled = _settled(table, group)
     open_rows = np.flatnonzero(~settled)
     if not len(open_rows):
         return table, group
-    opened, opened_group = _folded(table.take(open_rows), group[open_rows])
+    fold = _folded if by_runs else _never_more
+    opened, opened_group = fold(table.take(open_rows), group[open_rows])
     if len(open_rows) == len(table):
         return in_order(opened, opened_group)
     kept = np.flatnonzero(settled)
@@ -119,6 +135,18 @@ def _running_on(table: LinkTable) -> Ints:
         runs_on |= (n > 1) & (s - near == 1) & (f - far == 1) & ((s != 1) | (f != 1))
         near, far = near + (n - 1) * s, far + (n - 1) * f
     return np.flatnonzero(runs_on)
+
+
+def _never_more(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
+    """Fold; groups of which that makes more links than came are merged as they came instead."""
+    folded, of = _folded(table, group)
+    count = np.bincount(group)
+    more = np.bincount(of, minlength=len(count)) > count
+    if not more.any():
+        return folded, of
+    rows, kept = np.flatnonzero(more[group]), np.flatnonzero(~more[of])
+    merged, again = _merged(table.take(rows), group[rows])
+    return concatenated([folded.take(kept), merged]), np.concatenate([of[kept], again])
 
 
 def _folded(table: LinkTable, group: Ints) -> tuple[LinkTable, Ints]:
