@@ -97,9 +97,11 @@ class ParamAffineMap(MapValue):
         InvalidMapError
             Its attributes say which property is broken, by which ranks, piece and offset.
         """
-        validation.prove(
-            validation.Subject(self.numel, self._shapes, self.table, parameter, partial)
-        )
+        if not (partial and self._sound):
+            validation.prove(
+                validation.Subject(self.numel, self._shapes, self.table, parameter, partial)
+            )
+            object.__setattr__(self, "_sound", True)
 
     def uncovered_offsets(self) -> list[range]:
         """Return the elements of ``F`` that no rank holds, as maximal ranges, ascending.

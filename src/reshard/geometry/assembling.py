@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reshard.errors import CompositionError, count_text
+from reshard.errors import CompositionError, InvalidMapError, count_text
 from reshard.geometry.affine_map import ParamAffineMap, folded_map
 from reshard.geometry.disjointness import names_once
-from reshard.geometry.equality import writes_once
 from reshard.geometry.folding import fold_table
 from reshard.geometry.holes import holes_of
 from reshard.geometry.index_math import numel
@@ -62,18 +61,33 @@ def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
         )
 
 
-def check_written_once(one: ParamAffineMap, side: str) -> None:
-    """Refuse a map that writes an element of a shard twice; no plan could be proved from it.
+def check_sound(one: ParamAffineMap, side: str) -> None:
+    """Refuse a map from which no plan could be proved; one that was proved before costs nothing.
 
     Raises
     ------
     CompositionError
-        When it does; :meth:`ParamAffineMap.validate` says where.
+        When it writes an element of a shard twice.
+    InvalidMapError
+        When it breaks another property: its locations do not name who holds an element (P5), say,
+        so that a plan would read twice what it lacks elsewhere.
     """
-    if not writes_once(one.table):
-        raise CompositionError(
-            f"the {side} map writes an element of a shard twice", next_step=f"validate the {side}"
-        )
+    try:
+        one.validate(partial=True)
+    except InvalidMapError as error:
+        if error.broken == "write-once":
+            raise CompositionError(
+                f"the {side} map writes an element of a shard twice",
+                next_step=f"validate the {side}",
+            ) from error
+        raise InvalidMapError(
+            f"the {side} map is not valid",
+            broken=error.broken,
+            ranks=error.ranks,
+            piece=error.piece,
+            offset=error.offset,
+            next_step=f"validate the {side}, which says more",
+        ) from error
 
 
 def layers_of(source: ParamAffineMap) -> list[PieceTable]:

@@ -18,8 +18,6 @@ the layers of a model, are planned once.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from reshard.errors import CompositionError
@@ -28,7 +26,7 @@ from reshard.geometry.assembling import (
     appended,
     check_are_maps,
     check_sizes,
-    check_written_once,
+    check_sound,
     filled,
     folded_segments,
     joined,
@@ -38,6 +36,7 @@ from reshard.geometry.assembling import (
 )
 from reshard.geometry.balancing import compose_balanced
 from reshard.geometry.holes import holes_text
+from reshard.geometry.kept import Kept
 from reshard.geometry.map_value import MANY_PIECES
 from reshard.geometry.matching import Matches, matched
 from reshard.geometry.ordering import Ints, order_by
@@ -50,6 +49,10 @@ from reshard.geometry.tables import concatenated
 
 WORTH = 8
 """Maps are folded before they are composed when that makes them so many times smaller;"""
+KEPT: Kept[tuple[ParamAffineMap, ParamAffineMap, Choose], TransferPlan] = Kept(16 << 20)
+"""Plans of pairs of maps that were composed before, with these; ``KEPT.clear()`` forgets them."""
+PIECE_NBYTES = 800
+"""What a piece of a map takes, as an object and in columns."""
 SAMPLES, SAMPLE = 4, MANY_PIECES // 2
 """so many stretches of so many pieces, neighbours in a shard, are tried first."""
 
@@ -80,6 +83,8 @@ def compose(
         When one of the two is no map, the logical tensors differ in size, the policy answers with
         a rank that does not hold the element, a map writes an element of a shard twice, or (unless
         ``partial``) a target element has no source.
+    InvalidMapError
+        When one of the two is no valid map otherwise; ``broken`` names the property.
 
     Examples
     --------
@@ -114,13 +119,22 @@ def compose(
     return plan
 
 
-@lru_cache(maxsize=4096)
 def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> TransferPlan:
+    key = target, source, choose
+    plan = KEPT.get(key)
+    if plan is None:
+        plan = _composed(target, source, choose)
+        pieces = len(target.table) + len(source.table)
+        KEPT.keep(key, plan, PIECE_NBYTES * pieces + plan.table.link.nbytes)
+    return plan
+
+
+def _composed(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> TransferPlan:
     check_sizes(target, source)
+    for side, one in (("target", target), ("source", source)):
+        check_sound(one, side)
     if choose is balanced:
         return compose_balanced(target, source)
-    for side, one in (("target", target), ("source", source)):
-        check_written_once(one, side)
     chosen = _chosen(_folded(target), layers_of(_folded(source))[0], choose)
     return filled(target, source, chosen)
 

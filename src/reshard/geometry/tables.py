@@ -42,6 +42,12 @@ class LinkTable:
         return len(self.near)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        parts = (self.near, self.far, self.extent, self.near_stride, self.far_stride)
+        return sum(part.nbytes for part in parts)
+
+    @property
     def dims(self) -> int:
         """Number of dimension columns."""
         return int(self.extent.shape[1])
