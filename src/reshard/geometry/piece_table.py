@@ -63,15 +63,14 @@ class PieceTable:
         ]
         count = len(listed)
         pieces = [piece for _, _, piece in listed]
-        sets: dict[tuple[int, ...], int] = {}
-        place = [sets.setdefault(piece.locations, len(sets)) for piece in pieces]
+        place, holders = _numbered([piece.locations for piece in pieces])
         return cls(
             np.fromiter([rank for rank, _, _ in listed], np.int64, count),
             np.fromiter([index for _, index, _ in listed], np.int64, count),
             _link_table(pieces).normalised(),
             np.fromiter([piece.scale for piece in pieces], np.float64, count),
             np.fromiter(place, np.int64, count),
-            tuple(sets),
+            holders,
         )
 
     def take(self, rows: Ints) -> PieceTable:
@@ -110,6 +109,22 @@ class PieceTable:
     def numel_by_rank(self) -> dict[int, int]:
         """Number of elements that the pieces of each rank write."""
         return grouped_sums(self.rank, self.link.numel())
+
+
+def _numbered(
+    listed: Sequence[tuple[int, ...]],
+) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """Number sets of locations, and return the distinct ones.
+
+    Builders give one tuple to many pieces; comparing it with itself each time would cost as many
+    ranks as it names.
+    """
+    sets: dict[tuple[int, ...], int] = {}
+    seen: dict[int, int] = {}
+    for ranks in listed:
+        if id(ranks) not in seen:
+            seen[id(ranks)] = sets.setdefault(ranks, len(sets))
+    return [seen[id(ranks)] for ranks in listed], tuple(sets)
 
 
 def _link_table(pieces: Sequence[AffinePiece]) -> LinkTable:

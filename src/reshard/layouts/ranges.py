@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard.errors import LayoutError
 from reshard.geometry import AffinePiece, ParamAffineMap
 from reshard.geometry.index_math import row_major_strides
+from reshard.geometry.piece import trusted_piece
 
 Range = tuple[int, int]
 """`(start, length)` along the partition dim, in elements of that dim."""
@@ -127,8 +128,15 @@ def _pieces(
     source, dest = row_major_strides(full), row_major_strides(shard)
     at = 0
     for (start, length), holders in cut:
-        yield AffinePiece(
-            resized(full, dim, length), start * source[dim], source, at * dest[dim], dest, holders
+        # The numbers are ours and the shape was checked: no need to check each piece again.
+        yield trusted_piece(
+            resized(full, dim, length),
+            start * source[dim],
+            source,
+            at * dest[dim],
+            dest,
+            holders,
+            1.0,
         )
         at += length
 
@@ -159,7 +167,9 @@ class _Holding:
         for end in self._ends:
             for rank, step in changes[end]:
                 held[rank] += step
-            self._holders.append(tuple(sorted(rank for rank, count in held.items() if count)))
+                if not held[rank]:
+                    del held[rank]  # who holds nothing here must not be looked at again
+            self._holders.append(tuple(sorted(held)))
 
     def homogeneous(
         self, ranges: Iterator[Range], replica_length: int | None
