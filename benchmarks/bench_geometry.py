@@ -76,7 +76,7 @@ def measured(run: Run, rounds: int) -> Measured:
 
 def composed(target: ParamAffineMap, source: ParamAffineMap) -> Any:
     """Compose without the memory of earlier rounds."""
-    composition._compose.cache_clear()
+    composition.KEPT.clear()
     return compose(target, source)
 
 
