@@ -16,8 +16,9 @@ from collections.abc import Mapping
 import torch
 
 from reshard.errors import UsageError
-from reshard.layouts import replicated_map
-from reshard.live.states import LiveState, Shard
+from reshard.live.deciding import WEIGHTS
+from reshard.live.dtensors import tensor_shards
+from reshard.live.states import LiveState
 
 
 def state_of(thing: object) -> LiveState:
@@ -38,15 +39,12 @@ def state_of(thing: object) -> LiveState:
     if isinstance(thing, LiveState):
         return thing
     if isinstance(thing, Mapping) and all(isinstance(t, torch.Tensor) for t in thing.values()):
-        return LiveState(tuple([tensor_shard(name, tensor) for name, tensor in thing.items()]))
+        return LiveState(
+            tuple([s for name, t in thing.items() for s in tensor_shards(name, WEIGHTS, t)])
+        )
     raise UsageError(
         "no state can be made from this",
         expected="a LiveState or a dictionary of tensors",
         found=type(thing).__name__,
         next_step="describe its tensors with reshard.live.Shard",
     )
-
-
-def tensor_shard(name: str, tensor: torch.Tensor, state: str = "fp32") -> Shard:
-    """Return the shard that a tensor is of."""
-    return Shard(name, state, replicated_map(tuple(tensor.shape), 1), tensor)
