@@ -22,7 +22,7 @@ import torch
 from torch import distributed, multiprocessing
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard import live
 
@@ -44,6 +44,7 @@ class Bench:
         self.want = {f"t{i}": self._room(one) for i, one in enumerate(self.full)}
         share = ROWS * COLUMNS * 4 * tensors // world // world
         others = [peer for peer in range(world) if peer != rank]
+        self.moved: dict[str, Any] = {}
         self.out = {peer: torch.ones(share, dtype=torch.uint8) for peer in others}
         self.into = {peer: torch.empty(share, dtype=torch.uint8) for peer in others}
 
@@ -66,8 +67,6 @@ class Bench:
         """``DTensor.redistribute``, tensor by tensor."""
         for name, tensor in self.have.items():
             self.moved[name] = tensor.redistribute(placements=[Shard(0)])
-
-    moved: dict[str, Any] = {}
 
     def dcp(self) -> None:
         """``dcp.save`` into the page cache and ``dcp.load`` from there."""

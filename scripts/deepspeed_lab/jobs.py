@@ -17,6 +17,7 @@ from scripts.deepspeed_lab.expert_pipelines import (
     train_expert_pipeline,
 )
 from scripts.deepspeed_lab.fsdp import resume_fsdp, train_fsdp
+from scripts.deepspeed_lab.handover import hand_over
 from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
 from scripts.deepspeed_lab.native_resumes import (
     resume_mixture_natively,
@@ -30,6 +31,7 @@ from scripts.deepspeed_lab.trainer import run_trainer
 
 __all__ = [
     "convert_with_deepspeed",
+    "hand_over",
     "hang",
     "resume",
     "resume_expert_pipeline_natively",

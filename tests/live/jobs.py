@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 import time
@@ -14,6 +15,15 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from reshard import AffinePiece, ParamAffineMap, ReshardError, TransferError, live
 from reshard.layouts import contiguous_split_map, replicated_map
@@ -147,7 +157,7 @@ class Faulty:
             if self.what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "hang":
-                time.sleep(20)
+                time.sleep(8)
             sends = [(peer, payload.clone()) for peer, payload in sends]
             if self.what == "flip":
                 sends[0][1][3] ^= 16
@@ -196,7 +206,7 @@ def move_faulty(what: str, culprit: int, at: int, budget: int, timeout: float) -
     }
 
 
-def move_contradicting(case: str) -> dict[str, Any]:
+def move_contradicting(case: str) -> dict[str, Any]:  # noqa: C901 - a list of cases
     """Move rows to columns where one rank says or asks something else."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     source, target = rows_to_columns(rank, world)
@@ -221,6 +231,10 @@ def move_contradicting(case: str) -> dict[str, Any]:
         source = replace(source, shards=())
     elif case == "wide" and odd:
         have = replace(have, map=have.map.narrow(1, 0, 10))
+    elif case == "state":
+        kept = replace(have, state="momentum"), replace(have, state="exp_avg")
+        source = replace(source, shards=(have, *kept))
+        want = replace(want, state="exp_avg")
     elif case == "name":
         want = replace(want, name="v")
     elif case == "rounding":
@@ -236,7 +250,7 @@ def move_contradicting(case: str) -> dict[str, Any]:
         want = live.Shard("w", "exp_avg", maps[1], torch.ones(4))
     elif case == "nothing" and odd:
         return _raised(lambda: live.move(object(), target), target, untouched)
-    if source.shards:
+    if len(source.shards) == 1:
         source = replace(source, shards=(have,))
     target = replace(target, shards=(want,))
     untouched = bits(want.tensor)
@@ -259,3 +273,43 @@ def _raised(call: Callable[[], object], target: live.LiveState, untouched: bytes
         "kind": kind,
         "untouched": bits(target.shards[0].tensor) == untouched,
     }
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+def placed(mesh_shape: tuple[int, ...]) -> list[str]:
+    """DTensors of a mesh in every placement, uneven too, whose map is not what they hold."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    choices = [Replicate(), ShardOf(0), ShardOf(1), ShardOf(-1)]
+    wrong = []
+    for shape in ((8, 6), (7, 5), (3, 2), (1, 4)):
+        full = torch.arange(shape[0] * shape[1]).view(shape)
+        for placements in itertools.product(choices, repeat=len(mesh_shape)):
+            one = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            wrong += _misread(one, full)
+    return wrong
+
+
+def placed_by_fsdp(dp: int, tp: int) -> list[str]:
+    """Parameters of layers under tensor parallelism and FSDP2 whose map is not what they hold."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    wrong = []
+    for rows in (2, 3, 7, 8, 9, 11, 13):
+        for style in (ColwiseParallel, RowwiseParallel):
+            layer = torch.nn.Linear(6, rows)
+            model = torch.nn.Sequential(layer)
+            full = torch.arange(rows * 6, dtype=torch.float32).view(rows, 6)
+            with torch.no_grad():
+                layer.weight.copy_(full)
+            parallelize_module(model, mesh["tp"], {"0": style()})
+            fully_shard(model, mesh=mesh["dp"])
+            wrong += _misread(layer.weight, full)
+    return wrong
+
+
+def _misread(one: torch.Tensor, full: torch.Tensor) -> list[str]:
+    (shard,) = live.tensor_shards("w", "fp32", one)
+    if torch.equal(shard.map.extract(full, 0), shard.tensor):
+        return []
+    return [f"{one.placements} of {tuple(full.shape)}"]  # type: ignore[attr-defined]

@@ -4,8 +4,6 @@ A *crew* is a set of ranks that lives until a rank is killed or has failed; jobs
 the other, so that a thousand cases cost a thousand exchanges and not a thousand starts. A job is a
 function of :mod:`tests.live.jobs` by name, run on every rank with the same arguments; what each
 rank returns, or the error it raised, comes back by rank.
-
-Run as a program it is the server: the parent's socket is its only argument.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+SERVER = "import sys; from tests.live import ranks; ranks.serve(int(sys.argv[1]))"
+"""Imported, so that what it pickles is of this module and not of a program."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,7 +45,7 @@ class Crews:
         ours, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.live.ranks", str(theirs.fileno())],
+                [sys.executable, "-c", SERVER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -92,11 +92,12 @@ class Crews:
 # ------------------------------------------------------------------------------------ the server
 
 
-def serve(connection: Connection) -> None:
+def serve(socket_number: int) -> None:
     """Serve jobs until the other end is closed."""
     from scripts.deepspeed_lab.workers import die_with_parent
 
     die_with_parent()
+    connection = Connection(socket_number)
     importlib.import_module("tests.live.jobs")
     crews: dict[int, list[tuple[int, Connection]]] = {}
     while True:
@@ -177,7 +178,3 @@ def _be_rank(rank: int, world: int, meeting: str, pipe: Connection) -> NoReturn:
         except Exception as error:  # noqa: BLE001 - the test judges it
             answer = Failure(type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))

@@ -27,6 +27,8 @@ CONTRADICTIONS = {
     ),
     "wide": r"ranks disagree on the shape of a tensor: rank 1",
     "name": r"no rank holds a tensor that is wanted: parameter v, state fp32",
+    "state": r"the target does not keep a state of a parameter that the source keeps: parameter w, "
+    r"state momentum; next: ",
     "rounding": (
         r"source and target disagree on the element type of a tensor: parameter w, state fp32: "
         r"expected float32, found bfloat16; next: rounding=True"

@@ -13,9 +13,12 @@ This is the only package that imports torch; ``pip install 'reshard[torch]'`` br
 """
 
 from reshard.live.adapting import state_of
+from reshard.live.dtensors import tensor_shards
+from reshard.live.engines import engine_state
 from reshard.live.moving import Moved, Planned, move, plan
 from reshard.live.plan import LivePlan
 from reshard.live.states import LiveState, Shard, shard_of
+from reshard.live.trainers import trainer_state
 from reshard.live.transport import Transport
 
 __all__ = [
@@ -25,8 +28,11 @@ __all__ = [
     "Planned",
     "Shard",
     "Transport",
+    "engine_state",
     "move",
     "plan",
     "shard_of",
     "state_of",
+    "tensor_shards",
+    "trainer_state",
 ]

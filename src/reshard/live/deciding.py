@@ -119,6 +119,7 @@ def decide(
     TransferError
         When a target has no source, or of another shape or element type.
     """
+    _refuse_lost_states(said)
     wanted = _Wants(said, rounding=rounding)
     eligible = _cheapest(cost) if choose is None else _chosen(choose)
     demands = _remote_bytes(wanted, eligible)
@@ -161,6 +162,20 @@ class _Wants:
         if pair not in self._known:
             self._known[pair] = Wanted.of(target.map, source.map, eligible)
         return self._known[pair]
+
+
+def _refuse_lost_states(said: Survey) -> None:
+    """Refuse an optimizer that would go on with some of its states only; weights alone are fine."""
+    trained = {name for name, state in said.target if state != WEIGHTS}
+    for name, state in sorted(said.source.keys() - said.target.keys()):
+        if name in trained and state != WEIGHTS:
+            raise TransferError(
+                "the target does not keep a state of a parameter that the source keeps",
+                parameter=name,
+                state=state,
+                next_step="give the target the same optimizer, or leave the state out of the"
+                " source (LiveState.only)",
+            )
 
 
 def _source_of(key: TensorKey, target: Spread, said: Survey, *, rounding: bool) -> Spread:

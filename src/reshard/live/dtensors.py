@@ -1,12 +1,12 @@
 """Tensors of torch as shards: a ``DTensor`` by its mesh and placements, another as a whole.
 
-Theory. A placement cuts one dim over one dim of the mesh, as ``torch.chunk`` does: the last ranks may
-get less, or nothing. Placements of one tensor dim cut what the one before them left, in the order
-of the mesh dims. ``_StridedShard``, which FSDP2 makes over tensor parallelism, says that the order was
-another: it comes after the placements whose degrees its factor is the product of. DTensor reads it from
-left to right, by cutting into `factor` parts first; where sizes do not divide the two readings differ,
-and the number of elements that the rank really has tells which one is true. So what a rank holds
-is a list of indices along each dim, and its shard the product of these.
+Theory. A placement cuts one dim over one dim of the mesh, as ``torch.chunk`` does: the last ranks
+may get less, or nothing. Placements of one tensor dim cut what the one before them left, in the
+order of the mesh dims. ``_StridedShard``, which FSDP2 makes over tensor parallelism, says that the
+order was another: it comes after the placements whose degrees its factor is the product of. DTensor
+reads it from left to right, by cutting into `factor` parts first; where sizes do not divide the two
+readings differ, and the number of elements that the rank really has tells which one is true. So
+what a rank holds is a list of indices along each dim, and its shard the product of these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tensor_shards(name: str, state: str, tensor: torch.Tensor) -> Iterator[Shard
         return
     place = tensor.device_mesh.get_coordinate()
     if place is not None:
-        local = tensor.detach().to_local()
+        local = tensor.to_local().detach()
         yield Shard(name, state, _map_of(name, tensor, place, local), local)
 
 
@@ -62,7 +62,7 @@ def _map_of(
     raise UnsupportedError(
         "a DTensor's own part is not what its placements say",
         parameter=name,
-        expected=f"a part of {shape} by {tensor.placements} at {tuple(place)} of {tensor.device_mesh}",
+        expected=f"a part of {shape} by {tensor.placements} at {tuple(place)}",
         found=tuple(local.shape),
         next_step="describe this tensor with a map (reshard.live.Shard)",
     )
@@ -141,6 +141,8 @@ def _runs(indices: Ints) -> list[Run]:
     >>> _runs(np.array([4, 5, 9]))
     [(4, 0, 2), (9, 2, 1)]
     """
-    starts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()] if len(indices) else []
+    if not len(indices):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]
     ends = [*starts[1:], len(indices)]
     return [(int(indices[a]), a, b - a) for a, b in zip(starts, ends, strict=True)]

@@ -187,7 +187,7 @@ class _Prepared:
         }
 
         def states() -> tuple[LiveState, LiveState]:
-            both = state_of(source), state_of(target)
+            both = state_of(source), state_of(target, target=True)
             _refuse_shared_memory(*both)
             return both
 

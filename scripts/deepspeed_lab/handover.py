@@ -1,0 +1,51 @@
+"""Jobs in which a run goes on under another trainer of the same processes, moved live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reshard import live
+from scripts.deepspeed_lab.engine import make_engine, run_steps
+from scripts.deepspeed_lab.fsdp import Run
+from scripts.deepspeed_lab.recipe import Recipe
+
+Losses = tuple[list[float], list[float], str]
+
+
+class Trainer:
+    """An engine of DeepSpeed, or FSDP2 (stage -1) with tensor parallelism where asked for."""
+
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self.recipe = recipe
+        self.run: Any = None
+        if recipe.stage < 0:
+            self.run = Run(recipe, seed, flattened=False)
+        else:
+            self.engine = make_engine(recipe, seed=seed)
+
+    def steps(self, steps: range) -> list[float]:
+        """Train; the losses."""
+        if self.run is not None:
+            losses: list[float] = self.run.steps(steps)
+            return losses
+        return run_steps(self.engine, self.recipe, steps)
+
+    @property
+    def held(self) -> object:
+        """What :func:`reshard.live.move` takes."""
+        return self.engine if self.run is None else (self.run.model, self.run.optimizer)
+
+
+def hand_over(source: Recipe, target: Recipe) -> Losses:
+    """Train three steps, move everything into a trainer of another seed, and train both on.
+
+    The losses of the run that goes on where it was, those of the other, and the plan in words.
+    """
+    torch.set_num_threads(1)
+    first = Trainer(source, 42)
+    first.steps(range(3))
+    second = Trainer(target, 7)
+    moved = live.move(first.held, second.held, timeout=60.0)
+    return first.steps(range(3, 6)), second.steps(range(3, 6)), moved.explain()
