@@ -30,7 +30,7 @@ export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
 ATTACK_ARGS ?= --count 3000 --seed 1
 
-.PHONY: test attack test-crash test-live test-matrix lint types unit docs demo bench golden clean help
+.PHONY: test attack test-crash test-live test-matrix lint types unit docs demo bench bench-live golden clean help
 
 test: lint types docs unit
 
@@ -92,6 +92,11 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/bench_export.py --size $(SIZE)
 	$(BIN)/python -m benchmarks.bench_dcp --size $(SIZE)
 	$(BIN)/python -m benchmarks.bench_geometry
+	$(BIN)/python -m benchmarks.bench_live --tensors 48
+
+# the live transfer beside a raw exchange, DTensor.redistribute and DCP
+bench-live: $(VENV)/ready
+	$(BIN)/python -m benchmarks.bench_live --tensors 48
 
 # Trains the checkpoints of tests/golden and examples anew. They are in the repository: rarely needed.
 golden: $(VENV)/ready

@@ -44,6 +44,7 @@ class Bench:
         self.want = {f"t{i}": self._room(one) for i, one in enumerate(self.full)}
         share = ROWS * COLUMNS * 4 * tensors // world // world
         others = [peer for peer in range(world) if peer != rank]
+        self.planned = live.plan(self.have, self.want)
         self.moved: dict[str, Any] = {}
         self.out = {peer: torch.ones(share, dtype=torch.uint8) for peer in others}
         self.into = {peer: torch.empty(share, dtype=torch.uint8) for peer in others}
@@ -62,6 +63,10 @@ class Bench:
     def move(self) -> None:
         """All of ``reshard.live.move``: survey, plan, agreement, exchange, proof."""
         live.move(self.have, self.want)
+
+    def again(self) -> None:
+        """The exchange alone, by a plan that is there: as often as a trainer updates an engine."""
+        self.planned.run()
 
     def redistribute(self) -> None:
         """``DTensor.redistribute``, tensor by tensor."""
@@ -99,6 +104,7 @@ def be_rank(rank: int, world: int, tensors: int, turns: int, folder: str) -> Non
     calls = {
         "raw P2P of the same bytes": bench.raw,
         "reshard.live.move": bench.move,
+        "the same, planned before": bench.again,
         "DTensor.redistribute": bench.redistribute,
         "dcp.save + dcp.load": bench.dcp,
     }
@@ -106,7 +112,7 @@ def be_rank(rank: int, world: int, tensors: int, turns: int, folder: str) -> Non
     for turn in range(turns + 1):
         for name, call in calls.items():
             seconds = measured(call)
-            if call in (bench.move, bench.dcp):
+            if call in (bench.move, bench.again, bench.dcp):
                 bench.check()
             if turn:  # the first turn warms up
                 took[name].append(seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import hashlib
 import itertools
 import os
@@ -10,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -313,3 +316,57 @@ def _misread(one: torch.Tensor, full: torch.Tensor) -> list[str]:
     if torch.equal(shard.map.extract(full, 0), shard.tensor):
         return []
     return [f"{one.placements} of {tuple(full.shape)}"]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def resident(kind: str) -> int:
+    """Bytes that this process has in memory (``VmRSS``), or had at most (``VmHWM``)."""
+    with open("/proc/self/status") as status:  # noqa: PTH123 - a file of the kernel
+        line = next(line for line in status if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+def _return_what_is_freed() -> None:
+    """Have glibc give freed tensors back to the system at once, so that what is alive shows."""
+    libc, mmap_threshold = ctypes.CDLL(None), -3
+    libc.mallopt(mmap_threshold, 1 << 16)
+    gc.collect()
+    libc.malloc_trim(0)
+
+
+def move_releasing(tensors: int, mib: int, release: bool, budget: int) -> dict[str, Any]:
+    """Move matrices from rows to columns; the peak of this process against the promise."""
+    _return_what_is_freed()
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    side = int((mib << 18) ** 0.5) // world * world
+    sides: tuple[list[live.Shard], list[live.Shard]] = ([], [])
+    for number in range(tensors):
+        for dim, shards in enumerate(sides):
+            cut = contiguous_split_map((side, side), [side // world] * world, dim)
+            room = torch.empty(cut.shard_shapes[rank])
+            if dim == 0:
+                room.fill_(number * world + rank)
+            else:
+                room.untyped_storage().resize_(0)
+            shards.append(live.shard_of(f"t{number}", "fp32", cut, rank, room))
+    source, target = (live.LiveState(tuple(shards)) for shards in sides)
+    held = sum(shard.tensor.numel() * 4 for shard in source.shards)
+    planned = live.plan(source, target, release=release, budget=budget)
+    planned_for = resident("VmRSS") - held
+    Path("/proc/self/clear_refs").write_text("5")
+    planned.run()
+    width = side // world
+    right = all(
+        bool((shard.tensor.view(world, width, width)[peer] == number * world + peer).all())
+        for number, shard in enumerate(target.shards)
+        for peer in range(world)
+    )
+    return {
+        "right": right,
+        "peak": resident("VmHWM") - planned_for,
+        "promised": planned.peaks[rank],
+        "held": held,
+        "freed": sum(shard.tensor.untyped_storage().nbytes() for shard in source.shards) == 0,
+    }

@@ -15,7 +15,7 @@ This is the only package that imports torch; ``pip install 'reshard[torch]'`` br
 from reshard.live.adapting import state_of
 from reshard.live.dtensors import tensor_shards
 from reshard.live.engines import engine_state
-from reshard.live.moving import Moved, Planned, move, plan
+from reshard.live.moving import Moved, Transfer, move, plan
 from reshard.live.plan import LivePlan
 from reshard.live.states import LiveState, Shard, shard_of
 from reshard.live.trainers import trainer_state
@@ -25,8 +25,8 @@ __all__ = [
     "LivePlan",
     "LiveState",
     "Moved",
-    "Planned",
     "Shard",
+    "Transfer",
     "Transport",
     "engine_state",
     "move",

@@ -84,7 +84,6 @@ class Exchange:
             self._agree(damage)
             if release:
                 self.source.release(keys)
-        self._staging.clear()
 
     def _agree(self, damage: list[dict[str, object]]) -> None:
         """Tell the others what arrived damaged, and raise alike on all ranks when something did."""

@@ -28,40 +28,83 @@ DEFAULT_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan, and the promise of what it will take.
+class Moved:
+    """What was done.
 
     Parameters
     ----------
     plan
-        What is going to happen.
+        What was planned.
     peaks
-        Bytes of states and staging that each rank has at most at any moment.
-    values
-        What the source's ranks say that is no tensor.
+        Bytes of states and staging that each rank had at most at any moment.
+    sent_bytes
+        Bytes of messages that this rank really sent, without their digests.
     """
 
     plan: LivePlan
     peaks: tuple[int, ...]
-    values: Mapping[str, object]
+    sent_bytes: int
 
     def explain(self) -> str:
-        """Return all of it in words and figures."""
-        peaks = ", ".join(f"{rank}: {peak}" for rank, peak in enumerate(self.peaks))
-        return f"{self.plan.explain()}\npeak:     bytes a rank at most: {peaks}"
+        """Return the plan and the peaks in words and figures."""
+        return explained(self.plan, self.peaks)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved(Planned):
-    """What was done: the plan, and the bytes that this rank really sent.
+class Transfer:
+    """A transfer that all ranks have agreed on, before a byte has moved.
 
-    Parameters
-    ----------
-    sent_bytes
-        Bytes of messages, without their digests.
+    It may be run again and again as the source goes on, say from a trainer to an engine: memory and
+    layouts must stay, and nothing beside tensors may be part of it.
     """
 
-    sent_bytes: int = 0
+    __slots__ = ("_done", "_exchange", "_made", "_release", "_transport")
+
+    def __init__(self, transport: Transport, made: _Prepared, *, release: bool) -> None:
+        self._transport, self._made, self._release = transport, made, release
+        memory = Memory(made.source), Memory(made.target)
+        self._exchange = Exchange(made.plan, transport, *memory)
+        self._done = False
+
+    @property
+    def plan(self) -> LivePlan:
+        """What is going to happen, the same on all ranks."""
+        return self._made.plan
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Bytes of states and staging that each rank will have at most at any moment."""
+        return self._made.peaks
+
+    def explain(self) -> str:
+        """Return the plan and the peaks in words and figures."""
+        return explained(self.plan, self.peaks)
+
+    def run(self) -> Moved:
+        """Move everything; see :func:`move`.
+
+        Raises
+        ------
+        UsageError
+            When it has run and cannot again: its source was given up, or there are values beside
+            tensors, which are of the time of the plan.
+        """
+        if self._done and (self._release or self._made.values):
+            raise UsageError(
+                "a transfer that cannot be run again",
+                found="a source that was given up" if self._release else "values of the first time",
+                next_step="plan it again",
+            )
+        before = self._exchange.sent_bytes
+        self._exchange.run(release=self._release)
+        together(self._transport, lambda: self._made.target.accept(self._made.values))
+        self._done = True
+        return Moved(self.plan, self.peaks, self._exchange.sent_bytes - before)
+
+
+def explained(laid: LivePlan, peaks: tuple[int, ...]) -> str:
+    """Return a plan and the peaks in words and figures."""
+    told = ", ".join(f"{rank}: {peak}" for rank, peak in enumerate(peaks))
+    return f"{laid.explain()}\npeak:     bytes a rank at most: {told}"
 
 
 def plan(  # noqa: PLR0913 - keyword-only: each is one choice of the user
@@ -75,15 +118,12 @@ def plan(  # noqa: PLR0913 - keyword-only: each is one choice of the user
     release: bool = False,
     rounding: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
-) -> Planned:
+) -> Transfer:
     """Return what :func:`move` would do, without moving anything; its arguments are the same."""
-    made = _Prepared.of(
-        transport_of(group, timeout),
-        source,
-        target,
-        _Asked(budget, cost, choose, release, rounding),
-    )
-    return Planned(made.plan, made.peaks, made.values)
+    transport = transport_of(group, timeout)
+    asked = _Asked(budget, cost, choose, release, rounding)
+    made = _Prepared.of(transport, source, target, asked)
+    return Transfer(transport, made, release=release)
 
 
 def move(  # noqa: PLR0913 - keyword-only: each is one choice of the user
@@ -146,13 +186,18 @@ def move(  # noqa: PLR0913 - keyword-only: each is one choice of the user
     (4.0, 0)
     >>> distributed.destroy_process_group()
     """
-    transport = transport_of(group, timeout)
-    asked = _Asked(budget, cost, choose, release, rounding)
-    made = _Prepared.of(transport, source, target, asked)
-    exchange = Exchange(made.plan, transport, Memory(made.source), Memory(made.target))
-    exchange.run(release=release)
-    together(transport, lambda: made.target.accept(made.values))
-    return Moved(made.plan, made.peaks, made.values, exchange.sent_bytes)
+    planned = plan(
+        source,
+        target,
+        group=group,
+        budget=budget,
+        cost=cost,
+        choose=choose,
+        release=release,
+        rounding=rounding,
+        timeout=timeout,
+    )
+    return planned.run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ DEFAULT_BUDGET = 64 << 20
 IN_FLIGHT = 2
 """Messages that are on their way out of a rank, and as many into it."""
 LEAST_BUDGET = 2 * IN_FLIGHT * ALIGNMENT
-MOST_MESSAGE = 1 << 30
-"""Bytes of the largest message; counts of elements stay below 2^31, which NCCL asks for."""
+MOST_MESSAGE = 4 << 20
+"""Bytes of the largest message: what is packed should still be in the cache when it is sent."""
 
 Block = tuple[int, Link, float]
 """Number of a move, a strided block of it (near the target's memory, far the source's), scale."""
