@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from reshard import live
 from scripts.deepspeed_lab.engine import make_engine, run_steps
 from scripts.deepspeed_lab.fsdp import Run
 from scripts.deepspeed_lab.recipe import Recipe
+from scripts.deepspeed_lab.results import States
 
 Losses = tuple[list[float], list[float], str]
 
@@ -49,3 +51,12 @@ def hand_over(source: Recipe, target: Recipe) -> Losses:
     second = Trainer(target, 7)
     moved = live.move(first.held, second.held, timeout=60.0)
     return first.steps(range(3, 6)), second.steps(range(3, 6)), moved.explain()
+
+
+def take_from_disk(target: Recipe, folder: Path) -> tuple[States, list[float]]:
+    """Fill an FSDP2 run of another seed from a checkpoint; what it then holds, and its losses."""
+    torch.set_num_threads(1)
+    run = Run(target, 7, flattened=False)
+    live.load(folder, (run.model, run.optimizer))
+    states, _ = run.held()
+    return states, run.steps(range(3, 6))

@@ -17,7 +17,7 @@ from scripts.deepspeed_lab.expert_pipelines import (
     train_expert_pipeline,
 )
 from scripts.deepspeed_lab.fsdp import resume_fsdp, train_fsdp
-from scripts.deepspeed_lab.handover import hand_over
+from scripts.deepspeed_lab.handover import hand_over, take_from_disk
 from scripts.deepspeed_lab.mixtures import resume_mixture, train_mixture
 from scripts.deepspeed_lab.native_resumes import (
     resume_mixture_natively,
@@ -42,6 +42,7 @@ __all__ = [
     "resume_pipeline_natively",
     "run_trainer",
     "save_large",
+    "take_from_disk",
     "train",
     "train_expert_pipeline",
     "train_fsdp",

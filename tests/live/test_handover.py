@@ -13,6 +13,8 @@ import pytest
 
 from scripts.deepspeed_lab.client import Lab
 from scripts.deepspeed_lab.recipe import Recipe
+from tests.deepspeed_judge.judge import differences, recipe_of
+from tests.truth import case_named
 
 pytestmark = pytest.mark.deepspeed
 
@@ -70,3 +72,17 @@ def test_the_next_losses_are_those_of_the_uninterrupted_run(lab: Lab, pair: Pair
     was, now, plan = lab.run("hand_over", *pair.recipes(), world=pair.world)
     assert now == pytest.approx(was, abs=CLOSE, rel=0), plan
     assert len(set(was)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "tp"), [("llama_z1_tp2dp2_fp32", 4, 2), ("odd_z3_dp2_one_group", 4, 1)]
+)
+def test_fsdp2_goes_on_from_a_checkpoint_of_deepspeed(
+    lab: Lab, name: str, world: int, tp: int
+) -> None:
+    case = case_named(f"golden/{name}")
+    target = recipe_of(case).spread(world=world, tp=tp, stage=FSDP)
+    states, losses = lab.run("take_from_disk", target, case.path, world=world)
+    assert differences(case.truth().full, states) == []
+    if recipe_of(case).dtype == "fp32":
+        assert losses == pytest.approx(case.topology["next_losses"], abs=CLOSE, rel=0)

@@ -8,7 +8,7 @@ the arrays themselves. Who only wants to know whether copies agree lets the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +22,14 @@ from reshard.execution.filling import Filler, RouteIndexes
 from reshard.execution.gather import Gatherer
 from reshard.execution.replicas import FIRST, REFUSE, ReplicaFinding, joined_findings
 from reshard.execution.sources import SourceFiles
-from reshard.planning import PlannedFill, RouteBook, SourceTable, identity_fill
-from reshard.planning.routes import missing
+from reshard.planning import PlannedFill, RouteBook, SourceTable
+from reshard.planning.planner import shard_fill
+from reshard.planning.routes import identity_map, missing
 
 if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint, TensorKey
     from reshard.formats.dtypes import DType
+    from reshard.geometry import ParamAffineMap
 
 Array = NDArray[np.generic]
 _Stretch = tuple[PlannedFill, int, int]
@@ -66,8 +68,32 @@ def read_tensors(
     ReplicaMismatchError
         Holders of the same elements differ, and the policy is to refuse.
     """
+    maps = {key: identity_map(checkpoint.tensors[key].shape) for key in keys}
+    return read_shards(
+        checkpoint, maps, workers=workers, max_memory=max_memory, dtype=dtype, replicas=replicas
+    )
+
+
+def read_shards(
+    checkpoint: Checkpoint,
+    maps: Mapping[TensorKey, ParamAffineMap],
+    *,
+    workers: int,
+    max_memory: int,
+    dtype: DType | None = None,
+    replicas: str = REFUSE,
+) -> dict[TensorKey, Array]:
+    """Read a shard of each of some tensors, and of the files only what it is made of.
+
+    Parameters
+    ----------
+    maps
+        From each logical tensor to the shard, whose only rank is 0; what it leaves out is 0.
+    checkpoint, workers, max_memory, dtype, replicas
+        As for :func:`read_tensors`, which raises the same.
+    """
     table, book = SourceTable(checkpoint), RouteBook()
-    fills = [_fill(checkpoint, key, dtype, table, book) for key in keys]
+    fills = [_fill(checkpoint, key, one, dtype, table, book) for key, one in maps.items()]
     arrays = {fill.key: np.empty(fill.shape, fill.dtype.numpy()) for fill in fills}
 
     def keep(fill: PlannedFill, start: int, stop: int, made: memoryview) -> None:
@@ -101,7 +127,10 @@ def compare_copies(
         A file is gone, cannot be read, changed, or does not hold all elements.
     """
     table, book = SourceTable(checkpoint), RouteBook()
-    fills = [_fill(checkpoint, key, None, table, book) for key in checkpoint.tensors]
+    fills = [
+        _fill(checkpoint, key, identity_map(tensor.shape), None, table, book)
+        for key, tensor in checkpoint.tensors.items()
+    ]
     copied = [fill for fill in fills if fill.route.checks]
     crew = Crew(workspaces(max_memory, workers), progress)
     return joined_findings(_stream(copied, table, FIRST, crew, _let_go))
@@ -144,21 +173,23 @@ def _stream(
 def _fill(
     checkpoint: Checkpoint,
     key: TensorKey,
+    shard: ParamAffineMap,
     dtype: DType | None,
     table: SourceTable,
     book: RouteBook,
 ) -> PlannedFill:
     tensor = checkpoint.tensors[key]
     rounded = dtype if tensor.dtype.is_floating else None
-    fill = identity_fill(tensor, table, book, rounded)
-    holes = missing(fill.route)
+    fill = shard_fill(tensor, shard, table, book, rounded)
+    wanted = sum(piece.numel for _, piece in shard.pieces())
+    holes = missing(fill.route) - (fill.route.numel - wanted)
     if holes:
         raise CheckpointError(
             "the files do not hold every element of a tensor",
             parameter=tensor.name,
             state=tensor.state,
-            expected=count_text(tensor.numel, "element"),
-            found=tensor.numel - holes,
+            expected=count_text(wanted, "element"),
+            found=wanted - holes,
         )
     return fill
 

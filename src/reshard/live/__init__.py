@@ -13,6 +13,7 @@ This is the only package that imports torch; ``pip install 'reshard[torch]'`` br
 """
 
 from reshard.live.adapting import state_of
+from reshard.live.checkpoints import load
 from reshard.live.dtensors import tensor_shards
 from reshard.live.engines import engine_state
 from reshard.live.moving import Moved, Transfer, move, plan
@@ -29,6 +30,7 @@ __all__ = [
     "Transfer",
     "Transport",
     "engine_state",
+    "load",
     "move",
     "plan",
     "shard_of",

@@ -71,7 +71,7 @@ def take_settings(
     """
     by_name = {name: group["settings"] for group in told["groups"] for name in group["names"]}
     for names, group, kept in members:
-        settings = _common("settings", names, by_name)
+        settings = _common("settings", names, by_name) if by_name else {}
         group.update({key: _like(group[key], settings[key]) for key in settings if key in group})
         for state, values in told["counts"].items():
             if is_count(kept.get(state)):

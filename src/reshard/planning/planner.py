@@ -21,6 +21,7 @@ from reshard.errors import CheckpointError, InternalError, ScaledStateError, Usa
 from reshard.formats.checkpoint import Checkpoint, Region, Role, StoredTensor, TensorKey
 from reshard.formats.dtypes import DType
 from reshard.formats.target import Fill, OutputFile, Slot, Target
+from reshard.geometry import ParamAffineMap
 from reshard.planning.plan import (
     Origin,
     Place,
@@ -152,12 +153,33 @@ def identity_fill(
     dtype
         Element type of the buffer, to which elements are rounded; None for the tensor's own.
     """
-    route = book.route(identity_map(tensor.shape), tensor.map, 0)
+    return shard_fill(tensor, identity_map(tensor.shape), table, book, dtype)
+
+
+def shard_fill(
+    tensor: StoredTensor,
+    shard: ParamAffineMap,
+    table: SourceTable,
+    book: RouteBook,
+    dtype: DType | None = None,
+) -> PlannedFill:
+    """The fill of a buffer that is one shard of the logical tensor, row-major.
+
+    Parameters
+    ----------
+    tensor
+        What fills it.
+    shard
+        The map from the logical tensor to the buffer, whose only rank is 0.
+    table, book, dtype
+        As for :func:`identity_fill`.
+    """
+    route = book.route(shard, tensor.map, 0)
     places = tuple(table.place(tensor.regions[h], tensor, h) for h in route.holders)
     wanted = dtype or tensor.dtype
     stored = tensor.dtype if wanted != tensor.dtype else None
-    nbytes = tensor.numel * wanted.itemsize
-    return PlannedFill(tensor.key, wanted, tensor.shape, 0, nbytes, route, places, stored)
+    nbytes = route.numel * wanted.itemsize
+    return PlannedFill(tensor.key, wanted, shard.shard_shapes[0], 0, nbytes, route, places, stored)
 
 
 class _Planner:
