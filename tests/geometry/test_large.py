@@ -175,7 +175,7 @@ def test_steps_of_two_and_of_three_over_a_million_million_rows_are_proved() -> N
     whole = AffinePiece((rows, 5), 0, (7, 1), 0, (5, 1), (0, 1))
     other = ParamAffineMap((rows, 7), shapes, {0: [whole], 1: [whole]})
     assert one.same_elements(other)
-    plan = compose(other, one)
+    plan = compose(other, one, partial=True)
     assert plan.numel == 2 * 5 * rows
     plan.verify()
 

@@ -25,16 +25,28 @@ LIE = ParamAffineMap((8, 8), {0: (4, 8), 1: (4, 8)}, {r: [rows(0, r)] for r in (
 def test_a_gap_and_an_overlap_that_cancel_are_refused() -> None:
     whole = replicated_map((8, 8), 1)
     for target, source, side in ((whole, LIE, "source"), (LIE, whole, "target")):
-        with pytest.raises(InvalidMapError, match=f"the {side} map is not valid.*P5") as caught:
+        with pytest.raises(InvalidMapError, match=rf"the {side} map is not valid.*P5") as caught:
             compose(target, source, partial=True)
         assert caught.value.broken == "P5"
 
 
 def test_a_map_is_proved_once() -> None:
     whole = replicated_map((8, 8), 2)
-    assert not whole._sound
+    assert not whole._proved
     compose(replicated_map((8, 8), 1), whole)
-    assert whole._sound
+    assert whole._proved == {True}
+    compose(whole, replicated_map((8, 8), 1))
+    assert whole._proved == {True, False}
+
+
+def test_a_target_that_has_not_all_is_refused_unless_a_part_is_meant() -> None:
+    """Its shard is full, of elements that it holds twice; the others are nowhere."""
+    half = [AffinePiece((4,), 0, (1,), at, (1,), (0,)) for at in (0, 4)]
+    twice = ParamAffineMap((8,), {0: (8,)}, {0: half})
+    whole = replicated_map((8,), 1)
+    with pytest.raises(InvalidMapError, match=r"the target map is not valid.*P1"):
+        compose(twice, whole)
+    assert compose(twice, whole, partial=True).numel == 8
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_can_be_forgotten() -> None:

@@ -97,11 +97,12 @@ class ParamAffineMap(MapValue):
         InvalidMapError
             Its attributes say which property is broken, by which ranks, piece and offset.
         """
-        if not (partial and self._sound):
+        if partial not in self._proved:
             validation.prove(
                 validation.Subject(self.numel, self._shapes, self.table, parameter, partial)
             )
-            object.__setattr__(self, "_sound", True)
+            # What has no holes is sound where holes are accepted, too.
+            object.__setattr__(self, "_proved", self._proved | {partial, True})
 
     def uncovered_offsets(self) -> list[range]:
         """Return the elements of ``F`` that no rank holds, as maximal ranges, ascending.

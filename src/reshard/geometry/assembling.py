@@ -61,8 +61,10 @@ def check_sizes(target: ParamAffineMap, source: ParamAffineMap) -> None:
         )
 
 
-def check_sound(one: ParamAffineMap, side: str) -> None:
+def check_sound(one: ParamAffineMap, side: str, *, partial: bool = True) -> None:
     """Refuse a map from which no plan could be proved; one that was proved before costs nothing.
+
+    Of a map that is not ``partial`` every element must be in some shard, too (P1).
 
     Raises
     ------
@@ -73,7 +75,7 @@ def check_sound(one: ParamAffineMap, side: str) -> None:
         so that a plan would read twice what it lacks elsewhere.
     """
     try:
-        one.validate(partial=True)
+        one.validate(partial=partial)
     except InvalidMapError as error:
         if error.broken == "write-once":
             raise CompositionError(

@@ -21,10 +21,10 @@ from reshard.geometry.assembling import check_sizes, filled, layers_of, segments
 from reshard.geometry.balance import Balance, Locations, Shares, share_out
 from reshard.geometry.links import Link, LinkDim
 from reshard.geometry.matching import matched
-from reshard.geometry.ordering import Ints, grouped_sums, places_of
+from reshard.geometry.ordering import Ints, classes_of, grouped_sums, places_of, starts_of
 from reshard.geometry.piece_table import PieceTable
 from reshard.geometry.plan import TransferPlan
-from reshard.geometry.tables import LinkTable
+from reshard.geometry.tables import LinkTable, concatenated
 
 Eligible = Callable[[Locations, int], Locations]
 """``(locations, target_rank) -> the locations that may give``, ascending, at least one."""
@@ -73,13 +73,15 @@ class Wanted:
         check_sizes(target, source)
         held = layers_of(source)[0]
         parts, place = _classed(target, held)
-        pairs, which = np.unique(np.stack([place, parts.rank]), axis=1, return_inverse=True)
+        order, label = classes_of([place, parts.rank])
+        lead = order[starts_of(label)]
         sets: dict[Locations, int] = {}
         index = [
             sets.setdefault(eligible(held.holders[one], rank), len(sets))
-            for one, rank in pairs.T.tolist()
+            for one, rank in zip(place[lead].tolist(), parts.rank[lead].tolist(), strict=True)
         ]
-        choice = np.array(index, np.int64)[which.reshape(-1)]
+        choice = np.empty(len(order), np.int64)
+        choice[order] = np.array(index, np.int64)[label]
         return cls(target, source, held, parts, place, tuple(sets), choice)
 
     def demands(self) -> dict[Locations, int]:
@@ -154,20 +156,44 @@ def _classed(target: ParamAffineMap, held: PieceTable) -> tuple[PieceTable, Ints
 
 
 def _assigned(wanted: Wanted, shares: Shares) -> tuple[Ints, Ints, LinkTable]:
-    """Give every part to a rank, cutting those that two ranks share: rows, ranks, blocks."""
+    """Give every part to a rank, cutting those that two ranks share: rows, ranks, blocks.
+
+    The parts of a set are laid one after the other, and so are the shares; nearly every part lies
+    in one share, and is given as it is.
+    """
     first = np.array([ranks[0] for ranks in wanted.givers], np.int64)
-    single = np.array([len(ranks) == 1 for ranks in wanted.givers], bool)
-    kept = np.flatnonzero(single[wanted.choice])
-    rows, givers = kept.tolist(), first[wanted.choice[kept]].tolist()
-    links = wanted.parts.link.take(kept).links()
-    for one in np.flatnonzero(~single).tolist():
+    giver = first[wanted.choice]
+    numel = wanted.parts.link.numel()
+    cut: list[tuple[int, int, Link]] = []
+    whole = np.ones(len(giver), bool)
+    for one, ranks in enumerate(wanted.givers):
+        if len(ranks) == 1:
+            continue
         mine = np.flatnonzero(wanted.choice == one)
-        quota = list(shares[wanted.givers[one]].items())
-        for row, giver, link in _dealt(mine.tolist(), wanted.parts.link.take(mine).links(), quota):
-            rows.append(row)
-            givers.append(giver)
-            links.append(link)
-    return np.array(rows, np.int64), np.array(givers, np.int64), LinkTable.of(links)
+        quota = list(shares[ranks].items())
+        owners = np.array([rank for rank, _ in quota], np.int64)
+        bounds = np.cumsum([count for _, count in quota])
+        stop = np.cumsum(numel[mine])
+        start = stop - numel[mine]
+        slot = np.searchsorted(bounds, start, "right")
+        giver[mine] = owners[slot]
+        crossing = np.flatnonzero(stop > bounds[slot])
+        whole[mine[crossing]] = False
+        links = wanted.parts.link.take(mine[crossing]).links()
+        for at, link in zip(crossing.tolist(), links, strict=True):
+            edges = np.clip(bounds, start[at], stop[at])
+            amounts = np.diff(np.append(start[at], edges)).tolist()
+            dealt = [(rank, n) for (rank, _), n in zip(quota, amounts, strict=True) if n]
+            cut += _dealt([int(mine[at])], [link], dealt)
+    kept = np.flatnonzero(whole)
+    rows = np.array([row for row, _, _ in cut], np.int64)
+    givers = np.array([rank for _, rank, _ in cut], np.int64)
+    parts = LinkTable.of([link for _, _, link in cut])
+    return (
+        np.append(kept, rows),
+        np.append(giver[kept], givers),
+        concatenated([wanted.parts.link.take(kept), parts]),
+    )
 
 
 def _dealt(

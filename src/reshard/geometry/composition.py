@@ -75,7 +75,8 @@ def compose(
         Replica policy ``(locations, target_rank) -> source rank``; hashable. With
         :func:`~reshard.geometry.balanced` the busiest source rank gives as little as it can.
     partial
-        Accept target elements that have no source; they are then named by ``plan.unfilled``.
+        Accept target elements that have no source, which are then named by ``plan.unfilled``, and
+        a target that has not all of ``F``.
 
     Raises
     ------
@@ -84,7 +85,8 @@ def compose(
         a rank that does not hold the element, a map writes an element of a shard twice, or (unless
         ``partial``) a target element has no source.
     InvalidMapError
-        When one of the two is no valid map otherwise; ``broken`` names the property.
+        When one of the two is no valid map otherwise, or (unless ``partial``) the target has not
+        all of ``F``; ``broken`` names the property.
 
     Examples
     --------
@@ -107,6 +109,8 @@ def compose(
       1[0 + 12×1] → 1[4 + 12×1]
     """
     check_are_maps(target, source)
+    check_sizes(target, source)
+    check_sound(target, "target", partial=partial)
     plan = _compose(target, source, choose)
     if plan.holes and not partial:
         rank, holes = next(iter(plan.holes.items()))
@@ -130,9 +134,7 @@ def _compose(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> 
 
 
 def _composed(target: ParamAffineMap, source: ParamAffineMap, choose: Choose) -> TransferPlan:
-    check_sizes(target, source)
-    for side, one in (("target", target), ("source", source)):
-        check_sound(one, side)
+    check_sound(source, "source")
     if choose is balanced:
         return compose_balanced(target, source)
     chosen = _chosen(_folded(target), layers_of(_folded(source))[0], choose)

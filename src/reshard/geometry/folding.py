@@ -215,7 +215,7 @@ def _with_few_runs_expanded(
     rows = np.flatnonzero(counted[group])
     if not len(rows):
         return table, group, counted, counted
-    runs, again = _expanded_runs(table.take(rows))
+    runs, again = expanded_runs(table.take(rows))
     runs, of = runs_joined(*in_order(runs, group[rows][again]))
     few = counted & (np.bincount(of, minlength=peel.groups) <= FEW_RUNS)
     kept, opened = np.flatnonzero(~few[group]), np.flatnonzero(few[of])
@@ -223,7 +223,7 @@ def _with_few_runs_expanded(
     return concatenated([table.take(kept), runs]), np.concatenate([group[kept], of]), few, counted
 
 
-def _expanded_runs(table: LinkTable) -> tuple[LinkTable, Ints]:
+def expanded_runs(table: LinkTable) -> tuple[LinkTable, Ints]:
     """Return every run of every row as a row, and the row that each is of."""
     run = run_dims(table)
     length = np.where(run, table.extent, 1).prod(axis=1)

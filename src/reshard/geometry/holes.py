@@ -3,7 +3,8 @@
 Theory. Read in a grid, the links are boxes. Digit by digit, outermost first, the borders of the
 boxes cut the space into slabs in which the same boxes are present throughout; the holes of a slab
 are those of its cross-section, once for every value of the digit. On the innermost digit the
-question is one of intervals. Equal cross-sections are solved once.
+question is one of intervals. Equal cross-sections are solved once. Where strides have so little in
+common that a grid would walk them, all runs are swept once, in order.
 
 So the holes are a tree whose size follows the number of boxes, however many holes there are: a
 single strided block may leave 2**40. The tree knows how many they are and how many elements they
@@ -19,7 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 from reshard.errors import UnsupportedError
-from reshard.geometry.grid import BoxTable, Grid
+from reshard.geometry.chains import run_counts
+from reshard.geometry.folding import expanded_runs
+from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
 from reshard.geometry.links import Link
 from reshard.geometry.notation import ranges_text
 from reshard.geometry.ordering import Ints
@@ -27,6 +30,9 @@ from reshard.geometry.tables import LinkTable
 
 MOST_HOLES = 1 << 23
 """More ranges than these are counted, and not listed: they would take a gigabyte."""
+
+WALKED = 8
+"""Where links are walked into more than so many boxes each, their runs are swept instead."""
 
 Ranges = tuple[Ints, Ints]
 """Starts and stops, ascending."""
@@ -61,6 +67,9 @@ def holes_of(table: LinkTable, total: int) -> Holes:
         return Holes(_line(0, total))
     whole = LinkTable.of([Link(0, 0, ((total, 1, 1),) if total > 1 else ())])
     grid = Grid.of([table])
+    walks = float(grid.walks(table).sum())
+    if WALKED * len(table) < walks and run_counts(table).sum() <= MOST_BOXES:
+        return Holes(_between_runs(table, total))
     spaces, boxes = grid.boxes(whole), grid.boxes(table)
     every = np.arange(len(boxes))
     found = [
@@ -69,6 +78,18 @@ def holes_of(table: LinkTable, total: int) -> Holes:
     ]
     parts = [_Part(0, 1, 0, section) for section in found if section.count]
     return Holes(_Section.of(sorted(parts, key=lambda part: part.start)))
+
+
+def _between_runs(table: LinkTable, total: int) -> _Section:
+    """The holes between all runs, in one sweep: for strides that no grid reads without walking."""
+    runs, _ = expanded_runs(table)
+    start = np.clip(runs.near, 0, total)
+    stop = np.clip(runs.near + runs.extent.prod(axis=1), 0, total)
+    order = np.argsort(start)
+    reached = np.maximum.accumulate(np.append(0, stop[order]))
+    until = np.append(start[order], total)
+    open_ = reached < until
+    return _Section.of_line(reached[open_], until[open_])
 
 
 class Holes(Collection[range]):

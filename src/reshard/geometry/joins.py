@@ -130,13 +130,11 @@ def _order(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> list[int]:
         sides = a_lo[:, axis], a_hi[:, axis], b_lo[:, axis], b_hi[:, axis]
         # Where every interval of a meets every interval of b the axis decides nothing.
         if sides[0].max() >= sides[3].min() or sides[2].max() >= sides[1].min():
-            useful.append(
-                (_pair_count(*[side[:: 1 + len(side) // SAMPLE] for side in sides]), axis)
-            )
+            useful.append((pair_count(*[side[:: 1 + len(side) // SAMPLE] for side in sides]), axis))
     return [axis for _, axis in sorted(useful)] or [0]
 
 
-def _pair_count(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
+def pair_count(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
     """Return the number of overlapping pairs of intervals, without making them."""
     before = np.searchsorted(np.sort(a_lo), np.sort(b_hi), "left").sum()
     return int(before - np.searchsorted(np.sort(a_hi), np.sort(b_lo), "right").sum())

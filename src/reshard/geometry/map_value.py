@@ -27,15 +27,15 @@ _Map = TypeVar("_Map", bound="MapValue")
 class MapValue(Frozen):
     """Shapes and pieces of one parameter; see :class:`~reshard.geometry.ParamAffineMap`."""
 
-    __slots__ = ("_hash", "_pieces", "_shapes", "_sound", "_table", "logical_shape")
+    __slots__ = ("_hash", "_pieces", "_proved", "_shapes", "_table", "logical_shape")
 
     logical_shape: tuple[int, ...]
     _shapes: dict[int, tuple[int, ...]]
     _pieces: dict[int, tuple[AffinePiece, ...]] | None
     _table: PieceTable | None
     _hash: int | None
-    _sound: bool
-    """Whether it has been proved to break nothing but, perhaps, coverage: a proof is made once."""
+    _proved: frozenset[bool]
+    """Which proofs have been made, by whether holes were accepted: each is made once."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class MapValue(Frozen):
         object.__setattr__(self, "logical_shape", full)
         object.__setattr__(self, "_shapes", shapes)
         object.__setattr__(self, "_hash", None)
-        object.__setattr__(self, "_sound", False)
+        object.__setattr__(self, "_proved", frozenset())
         stray = sorted(rank for rank in pieces_by_rank if rank not in self._shapes)
         if stray:
             raise InvalidMapError("pieces of a rank without a shard", broken="form", ranks=stray)

@@ -3,8 +3,9 @@
 Theory. Few links are matched pair by pair with :func:`reshard.geometry.links.meet`. Many are read
 in a grid, where almost all of them are boxes; overlapping pairs of boxes come from one join
 (:mod:`reshard.geometry.joins`), and a pair's common block is a comparison of bounds. Links that
-are irregular in the grid (steps without a common measure, diagonals) are met pair by pair with
-those whose spans they touch. Both ways are exact.
+are irregular in the grid (steps without a common measure, diagonals) are walked, one step at a
+time, or met pair by pair with those whose spans they touch, whichever is less work. All ways are
+exact; what none of them does in bounded time and memory is refused before it is begun.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.geometry.grid import BoxTable, Grid
-from reshard.geometry.joins import overlapping_pairs
+from reshard.errors import UnsupportedError
+from reshard.geometry.grid import MOST_BOXES, BoxTable, Grid
+from reshard.geometry.joins import overlapping_pairs, pair_count
 from reshard.geometry.links import Link, make_link, meet
 from reshard.geometry.ordering import BATCH, Ints, beside, rows_of
 from reshard.geometry.tables import LinkTable, concatenated
 
 FEW_PAIRS = 48
 """Up to so many pairs are matched one by one."""
+BOXES_A_MEETING = 32
+"""Meeting two links takes as long as walking and joining so many boxes."""
+MOST_MEETINGS = 1 << 21
+"""More pairs of links are not met one by one: they would take many seconds, and memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +73,8 @@ def matched(
     grid = Grid.of([first, second])
     a, a_odd = grid.regular_boxes(first)
     b, b_odd = grid.regular_boxes(second)
+    if (len(a_odd) or len(b_odd)) and _are_walked(grid, first, second):
+        a, b, a_odd, b_odd = grid.boxes(first), grid.boxes(second), a_odd[:0], b_odd[:0]
     a_key = None if first_key is None else first_key[a.row]
     b_key = None if second_key is None else second_key[b.row]
     i, j = overlapping_pairs(a.lo, a.hi, b.lo, b.hi, a_key, b_key)
@@ -81,6 +89,28 @@ def matched(
         np.concatenate([part.first for part in found]),
         np.concatenate([part.second for part in found]),
     )
+
+
+def _are_walked(grid: Grid, first: LinkTable, second: LinkTable) -> bool:
+    """Whether irregular links are walked, and not met in pairs.
+
+    Raises
+    ------
+    UnsupportedError
+        When both would be too much.
+    """
+    walks = float(grid.walks(first).sum() + grid.walks(second).sum())
+    meetings = pair_count(first.near, first.near_stop(), second.near, second.near_stop())
+    if walks <= min(MOST_BOXES, BOXES_A_MEETING * meetings):
+        return True
+    if meetings > MOST_MEETINGS:
+        raise UnsupportedError(
+            "the strides of these pieces have too little in common",
+            expected=f"at most {MOST_MEETINGS} pairs of pieces that touch, or {MOST_BOXES} blocks",
+            found=f"{meetings} pairs, {walks:.3g} blocks",
+            next_step="cut the maps at common borders, or go by way of a layout between them",
+        )
+    return False
 
 
 def _touching(

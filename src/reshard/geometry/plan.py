@@ -23,6 +23,7 @@ from reshard.geometry.document import as_list, as_mapping, check_version, fields
 from reshard.geometry.frozen import Frozen
 from reshard.geometry.holes import Holes, holes_text, listed
 from reshard.geometry.index_math import numel
+from reshard.geometry.map_value import MANY_PIECES
 from reshard.geometry.movement import refuse_scaled_state, rescaled, same_kind, sized_bits
 from reshard.geometry.plan_document import (
     PLAN_VERSION,
@@ -32,7 +33,7 @@ from reshard.geometry.plan_document import (
     write_segment,
 )
 from reshard.geometry.plan_proof import Subject, check_form, prove
-from reshard.geometry.segments import Segment, SegmentTable
+from reshard.geometry.segments import Segment, Segments, SegmentTable
 
 
 class TransferPlan(Frozen):
@@ -109,7 +110,7 @@ class TransferPlan(Frozen):
 
     def __reduce__(self) -> tuple[object, ...]:
         shapes = self._source_shapes, self._target_shapes
-        return TransferPlan, (*shapes, self.segments, dict(self.unfilled))
+        return TransferPlan, (*shapes, tuple(self.segments), dict(self.unfilled))
 
     def __repr__(self) -> str:
         shapes = f"{self._source_shapes!r}, {self._target_shapes!r}"
@@ -123,10 +124,12 @@ class TransferPlan(Frozen):
         return "\n".join(lines)
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The copies, in order of target rank and target offset."""
+    def segments(self) -> Sequence[Segment]:
+        """The copies, in order of target rank and target offset; of many, each made when asked."""
         segments = self._segments
         if segments is None:
+            if len(self.table) > MANY_PIECES:
+                return Segments(self.table)
             segments = tuple(self.table.segments())
             object.__setattr__(self, "_segments", segments)
         return segments

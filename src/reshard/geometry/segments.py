@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import eq
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,9 @@ from reshard.geometry.index_math import numel
 from reshard.geometry.notation import block_text
 from reshard.geometry.ordering import Ints, grouped_sums
 from reshard.geometry.tables import LinkTable
+
+_BATCH = 4096
+"""Segments that are made at a time where one after the other is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +118,43 @@ class SegmentTable:
     def numel_by_source(self) -> dict[int, int]:
         """Number of elements that each source rank gives."""
         return grouped_sums(self.source_rank, self.link.numel())
+
+
+class Segments(Sequence[Segment]):
+    """The rows of a table as segments, each made when it is asked for."""
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: SegmentTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        rows = np.arange(len(self))[index]
+        if isinstance(index, slice):
+            return tuple(self._table.take(rows).segments())
+        return next(self._table.take(np.atleast_1d(rows)).segments())
+
+    def __iter__(self) -> Iterator[Segment]:
+        for at in range(0, len(self), _BATCH):
+            rows = np.arange(at, min(at + _BATCH, len(self)))
+            yield from self._table.take(rows).segments()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segments | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        return hash((len(self), int(self._table.link.near.sum()), int(self._table.link.far.sum())))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
