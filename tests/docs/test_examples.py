@@ -74,7 +74,7 @@ def test_each_example_is_listed_and_run() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     names = [path.parent.name for path in (ROOT / "examples").glob("*/run.*")]
     shown = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         assert f"`examples/{name}`" in listed
         assert f'--8<-- "examples/{name}/README.md:text"' in shown
@@ -86,3 +86,15 @@ def test_no_page_runs_what_only_the_tests_have() -> None:
     """A newcomer has the environment that README makes; that of the tests is 1.5 GB."""
     for page in (ROOT / "examples").rglob("*.md"):
         assert ".venv" not in page.read_text(encoding="utf-8"), page
+
+
+def test_live(tmp_path: Path) -> None:
+    said = run("live/run.py", tmp_path).splitlines()
+    assert "sent:     1574 bytes; no choice sends less than 1574" in said
+    assert said[-1] == "4 → 3 → 4 ranks: the losses are those of the run that was never interrupted"
+
+
+@pytest.mark.deepspeed
+def test_live_to_zero3(tmp_path: Path) -> None:
+    said = run("live/to_zero3.py", tmp_path)
+    assert "DeepSpeed ZeRO-3 goes on with the losses of FSDP2" in said
