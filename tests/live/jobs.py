@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from reshard import AffinePiece, ParamAffineMap, ReshardError, TransferError, live
+from reshard import AffinePiece, ParamAffineMap, ReshardError, TransferError, UsageError, live
 from reshard.layouts import contiguous_split_map, replicated_map
 from reshard.live.transport import GroupTransport, Parcel
 from tests.properties.strategies import a_map
@@ -370,3 +370,79 @@ def move_releasing(tensors: int, mib: int, release: bool, budget: int) -> dict[s
         "held": held,
         "freed": sum(shard.tensor.untyped_storage().nbytes() for shard in source.shards) == 0,
     }
+
+
+# ------------------------------------------------------------------------------------ choices
+
+
+def replicas_to_rows(cost: str, itemsizes: Sequence[str]) -> dict[str, Any]:
+    """From matrices that the first three ranks have whole to rows on all; what was decided."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    sides: tuple[list[live.Shard], list[live.Shard]] = ([], [])
+    right = []
+    for number, dtype in enumerate(itemsizes):
+        shape = (world * (7 + number), 33)
+        kind = getattr(torch, dtype)
+        whole = torch.arange(shape[0] * shape[1]).view(shape).to(kind)
+        if rank < 3:
+            held = live.Shard(f"t{number}", "fp32", replicated_map(shape, 1), whole)
+            sides[0].append(held)
+        rows = contiguous_split_map(shape, [7 + number] * world, 0)
+        room = torch.zeros(rows.shard_shapes[rank], dtype=kind)
+        sides[1].append(live.shard_of(f"t{number}", "fp32", rows, rank, room))
+        right.append(whole[rank * (7 + number) : (rank + 1) * (7 + number)])
+    options: dict[str, Any] = {}
+    if cost == "near":  # neighbours are near: rank 2 is so to all that have nothing
+        options["cost"] = lambda source, target: abs(source - target)
+    if cost == "mine":
+        options["choose"] = lambda held, to: to if to in held else 1
+    done = live.move(live.LiveState(tuple(sides[0])), live.LiveState(tuple(sides[1])), **options)
+    return {
+        "right": all(torch.equal(s.tensor, t) for s, t in zip(sides[1], right, strict=True)),
+        "sent": done.plan.sent_by_rank,
+        "least": done.plan.decision.least_bytes,
+        "busiest": done.plan.decision.least_busiest,
+        "said": done.explain(),
+    }
+
+
+def rounded_and_narrowed() -> dict[str, Any]:
+    """A padded fp32 table to another padding in bf16."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    made = torch.Generator().manual_seed(3)
+    full = torch.randn(11, 5, generator=made)
+    padded = torch.cat([full, torch.full((world * 4 - 11, 5), torch.nan)])
+    rows = contiguous_split_map((world * 4, 5), [4] * world, 0)
+    have = live.shard_of("embed", "fp32", rows, rank, padded[rank * 4 : rank * 4 + 4].clone())
+    want = live.Shard(
+        "embed", "fp32", replicated_map((13, 5), 1), torch.full((13, 5), 9.0, dtype=torch.bfloat16)
+    )
+    live.move(
+        live.LiveState((have,)).narrowed("embed", 0, 11),
+        live.LiveState((want,)).narrowed("embed", 0, 11),
+        rounding=True,
+    )
+    return {
+        "rows": torch.equal(want.tensor[:11], full.bfloat16()),
+        "padding": bool((want.tensor[11:] == 9).all()),
+    }
+
+
+def run_again() -> list[bool]:
+    """One plan, two runs, and what the source became in between; a value forbids it."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    source, target = rows_to_columns(rank, world)
+    planned = live.plan(replace(source, values={}), target)
+    planned.run()
+    good = [columns_arrived(target)]
+    source.shards[0].tensor.add_(1)
+    planned.run()
+    target.shards[0].tensor.sub_(1)
+    good.append(columns_arrived(target))
+    with_step = live.plan(source, target)
+    with_step.run()
+    try:
+        with_step.run()
+    except UsageError as error:
+        good.append("cannot be run again" in str(error))
+    return good

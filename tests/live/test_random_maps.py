@@ -35,5 +35,8 @@ def test_what_arrives_is_what_the_composition_says(crews: Crews, world: int, bud
         # to the byte what was said, which is the least that there is
         assert [one["sent"] for one in mine] == [one["plan"] for one in mine], seed
         assert sum(one["sent"] for one in mine) == mine[0]["least"], seed
+        busiest, bound = mine[0]["busiest"]
+        # less than an element of a tensor cannot be shared out
+        assert bound <= busiest <= bound * 1.01 + 8 * len(drawn.maps()), seed
         assert mine[0]["rounds"][0] == mine[0]["rounds"][1], seed
         assert len({one["digest"] for one in mine}) == 1
