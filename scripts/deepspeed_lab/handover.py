@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from reshard import live
-from scripts.deepspeed_lab.engine import make_engine, run_steps
+from reshard import AffinePiece, ParamAffineMap, live
+from scripts.deepspeed_lab.engine import make_engine, run_steps, tp_rank
 from scripts.deepspeed_lab.fsdp import Run
 from scripts.deepspeed_lab.recipe import Recipe
 from scripts.deepspeed_lab.results import States
+from scripts.deepspeed_lab.states import probe_layout
 
 Losses = tuple[list[float], list[float], str]
 
@@ -25,6 +26,7 @@ class Trainer:
         if recipe.stage < 0:
             self.run = Run(recipe, seed, flattened=False)
         else:
+            self.layout = probe_layout(recipe)
             self.engine = make_engine(recipe, seed=seed)
 
     def steps(self, steps: range) -> list[float]:
@@ -34,10 +36,23 @@ class Trainer:
             return losses
         return run_steps(self.engine, self.recipe, steps)
 
-    @property
-    def held(self) -> object:
+    def held(self, *, fresh: bool) -> object:
         """What :func:`reshard.live.move` takes."""
-        return self.engine if self.run is None else (self.run.model, self.run.optimizer)
+        if self.run is not None:
+            return (self.run.model, self.run.optimizer)
+        if self.layout is None:
+            return self.engine
+        maps = {
+            name: _map_of(self.layout.shape[name], self.layout.index[name, tp_rank(self.recipe)])
+            for name, _ in self.engine.module.named_parameters()
+        }
+        return live.engine_state(self.engine, maps=maps, fresh=fresh)
+
+
+def _map_of(shape: tuple[int, ...], index: torch.Tensor) -> ParamAffineMap:
+    """The map of a shard that is known by the index of each of its elements."""
+    pieces = [AffinePiece((), at, (), n, (), (0,)) for n, at in enumerate(index.tolist())]
+    return ParamAffineMap(shape, {0: (len(index),)}, {0: pieces}).canonical()
 
 
 def hand_over(source: Recipe, target: Recipe) -> Losses:
@@ -49,7 +64,7 @@ def hand_over(source: Recipe, target: Recipe) -> Losses:
     first = Trainer(source, 42)
     first.steps(range(3))
     second = Trainer(target, 7)
-    moved = live.move(first.held, second.held, timeout=60.0)
+    moved = live.move(first.held(fresh=False), second.held(fresh=True), timeout=60.0)
     return first.steps(range(3, 6)), second.steps(range(3, 6)), moved.explain()
 
 

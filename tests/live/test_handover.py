@@ -57,6 +57,8 @@ PAIRS = [
     Pair("llama", 4, (2, 1), (FSDP, 2)),
     Pair("llama", 4, (FSDP, 1), (FSDP, 2)),
     Pair("odd", 2, (2, 1), (1, 1)),
+    Pair("llama", 4, (FSDP, 1), (2, 2)),
+    Pair("llama", 4, (1, 2), (FSDP, 2)),
 ]
 
 
