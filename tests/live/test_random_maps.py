@@ -7,6 +7,7 @@ lowest holder and knows no budget.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.live.ranks import Crews
 
 CASES = int(os.environ.get("RESHARD_LIVE_CASES", "48"))
 """Pairs of maps in all; ``make test-live`` runs 1,000."""
+BATCH = 12
+"""Cases of one job."""
 WORLDS = ((2, 1 << 20), (3, 1 << 10), (5, 64), (8, 1 << 20))
 """Number of ranks, and the budget, the smallest that there is among them."""
 
@@ -23,7 +26,11 @@ WORLDS = ((2, 1 << 20), (3, 1 << 10), (5, 64), (8, 1 << 20))
 @pytest.mark.parametrize(("world", "budget"), WORLDS)
 def test_what_arrives_is_what_the_composition_says(crews: Crews, world: int, budget: int) -> None:
     seeds = range(world * 10_000, world * 10_000 + CASES // len(WORLDS))
-    answers = crews.done("move_drawn", list(seeds), budget, world=world)
+    answers: list[list[dict[str, Any]]] = [[] for _ in range(world)]
+    for first in range(0, len(seeds), BATCH):
+        batch = list(seeds[first : first + BATCH])
+        for rank, one in enumerate(crews.done("move_drawn", batch, budget, world=world)):
+            answers[rank] += one
     for number, seed in enumerate(seeds):
         drawn = Drawn(seed, world)
         mine = [answer[number] for answer in answers]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from reshard.errors import UnsupportedError
@@ -11,6 +13,7 @@ ALIGNMENT = 16
 """The largest size of an element: what starts at a multiple of it is aligned for all."""
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's element type of that name.
 
@@ -26,6 +29,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+@functools.cache
 def itemsize_of(name: str) -> int:
     """Return the bytes of an element.
 
@@ -35,6 +39,7 @@ def itemsize_of(name: str) -> int:
     return dtype_of(name).itemsize
 
 
+@functools.cache
 def word_of(name: str) -> torch.dtype:
     """Return the type as which the bits are copied, whatever they mean.
 

@@ -235,13 +235,16 @@ def _window(moves: Sequence[Move], group: tuple[int, ...], most: int) -> Window:
 def blocks_between(plan: LivePlan, window: Window, sender: int, receiver: int) -> Iterator[Block]:
     """Yield the blocks of a pair's stream: the largest elements first, then in order of moves."""
     order = sorted(window.moves, key=lambda number: -plan.moves[number].itemsize)
+    known: dict[int, list[tuple[Link, float]]] = {}  # tensors that are cut alike share their plan
     for number in order:
-        table = plan.moves[number].plan.table
-        rows = (table.source_rank == sender) & (table.target_rank == receiver)
-        if rows.any():
-            scales = table.scale[rows].tolist()
-            for link, scale in zip(table.link.take(rows).links(), scales, strict=True):
-                yield number, link, scale
+        copies = plan.moves[number].plan
+        if id(copies) not in known:
+            table = copies.table
+            rows = (table.source_rank == sender) & (table.target_rank == receiver)
+            links = table.link.take(rows).links()
+            known[id(copies)] = list(zip(links, table.scale[rows].tolist(), strict=True))
+        for link, scale in known[id(copies)]:
+            yield number, link, scale
 
 
 def messages_of(
