@@ -38,7 +38,7 @@ from reshard.formats.checkpoint import (
     TensorKey,
     Topology,
 )
-from reshard.formats.deepspeed.grid import Degrees, settle_degrees, take_inventory
+from reshard.formats.deepspeed.grid import Degrees, by_data_rank, settle_degrees, take_inventory
 from reshard.formats.deepspeed.info_entry import deepspeed_info
 from reshard.formats.deepspeed.names import FileKind
 from reshard.formats.deepspeed.records import ModelStates, read_model_states
@@ -169,6 +169,7 @@ def _models(folder: TagFolder) -> tuple[dict[tuple[int, int], ModelStates], Degr
             file=folder.path,
             next_step="name the tag folder itself",
         )
+    inventory, models = by_data_rank(inventory, models)
     degrees = settle_degrees(models.values(), inventory)
     for mp in range(degrees.mp):
         if (0, mp) not in models:

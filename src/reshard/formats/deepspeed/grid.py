@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.errors import CheckpointError, MissingFileError, count_text
@@ -26,6 +26,11 @@ from reshard.formats.deepspeed.names import (
     parse_file_name,
 )
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees
+from reshard.formats.deepspeed.sequence_parallel import (
+    as_data_rank,
+    degree_in_names,
+    degree_stated,
+)
 from reshard.formats.folders import TagFolder
 from reshard.formats.stamps import source_file
 from reshard.formats.torch_archive import same_value, short_repr
@@ -49,11 +54,14 @@ class Inventory:
         Parsed name -> path.
     sources
         The same, with what they were before any of them was opened.
+    sequence
+        Degree of sequence parallelism where the files' own names have its ranks.
     """
 
     folder: TagFolder
     files: Mapping[FileName, Path] = field(default_factory=dict)
     sources: tuple[SourceFile, ...] = ()
+    sequence: int = 1
 
     def of_kind(self, kind: FileKind) -> dict[FileName, Path]:
         """The files of one kind, ranks ascending."""
@@ -87,6 +95,18 @@ def take_inventory(folder: TagFolder) -> Inventory:
         files[parsed] = paths[0]
     sources = tuple(source_file(path, name.kind.value) for name, path in files.items())
     return Inventory(folder, files, sources)
+
+
+def by_data_rank(
+    inventory: Inventory, models: Mapping[tuple[int, int], ModelStates]
+) -> tuple[Inventory, dict[tuple[int, int], ModelStates]]:
+    """The files by data-parallel rank, where their names have ranks of a sequence."""
+    degree = degree_in_names(inventory.files, models.values())
+    if degree == 1:
+        return inventory, dict(models)
+    files = {as_data_rank(name, degree): path for name, path in inventory.files.items()}
+    renamed = {(dp, 0): replace(model, mp=0) for (dp, _), model in models.items()}
+    return replace(inventory, files=files, sequence=degree), renamed
 
 
 def _require_same_bytes(first: Path, second: Path) -> None:
@@ -202,7 +222,7 @@ def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degre
 
     `dp_world_size` and `mp_world_size` are in every file; how `mp` splits into pipeline and tensor
     is stated from about 0.19.7 on, and inferred before from the number of files of a pipeline
-    layer.
+    layer; so it is where a sequence-parallel degree stands there (`sequence_parallel`).
     """
     models = list(models)
     statements: list[tuple[str, dict[str, object]]] = [
@@ -216,15 +236,16 @@ def settle_degrees(models: Iterable[ModelStates], inventory: Inventory) -> Degre
         require_one_value(stated, what)
     first = models[0]
     dp, mp = first.dp_world_size or 1, first.mp_world_size or 1
-    if first.degrees is not None:
-        if first.degrees.pp * first.degrees.tp != mp:
-            raise CheckpointError(
-                "checkpoint_parallel_dimensions contradict mp_world_size",
-                file=first.file,
-                expected=f"pp x tp = {mp}",
-                found=f"{first.degrees.pp} x {first.degrees.tp}",
-            )
-        return Degrees(dp, first.degrees.pp, first.degrees.tp)
+    split = first.degrees
+    if split is not None and split.pp * split.tp == mp:
+        return Degrees(dp, split.pp, split.tp)
+    if split is not None and degree_stated(first, inventory.files) is None:
+        raise CheckpointError(
+            "checkpoint_parallel_dimensions contradict mp_world_size",
+            file=first.file,
+            expected=f"pp x tp = {mp}",
+            found=f"{split.pp} x {split.tp}",
+        )
     tp = _layer_files_of_one_layer(inventory) or mp
     if mp % tp:
         raise CheckpointError(
@@ -273,12 +294,14 @@ def require_grid(
     missing = [cell for cell in wanted if cell not in found]
     if missing:
         names = (path.name for path in found.values())
+        dp, mp = missing[0]
+        column = dp % inventory.sequence if inventory.sequence > 1 else mp
         raise MissingFileError(
             f"{len(missing)} of {len(wanted)} files of {kind.value} missing"
             if len(missing) > 1
             else f"a file of {kind.value} is missing",
-            file=inventory.folder.path / missing_file_name(kind, *missing[0], names),
-            rank=f"dp {missing[0][0]}, mp {missing[0][1]}",
+            file=inventory.folder.path / missing_file_name(kind, dp, column, names),
+            rank=f"dp {dp}, mp {mp}",
             expected=count_text(len(wanted), "file"),
             found=len(wanted) - len(missing),
             next_step="copy it from the node that wrote it, or name that folder with --also",

@@ -43,6 +43,7 @@ from reshard.formats.deepspeed.governing import Governor, expert_keys, in_stored
 from reshard.formats.deepspeed.grid import (
     Degrees,
     Inventory,
+    by_data_rank,
     require_one_value,
     settle_degrees,
     take_inventory,
@@ -72,6 +73,7 @@ from reshard.formats.deepspeed.rank_files import (
 )
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.deepspeed.router_alias import router_aliases
+from reshard.formats.deepspeed.sequence_parallel import sequence_note
 from reshard.formats.deepspeed.statements import require_module_shapes, stated_aliases
 from reshard.formats.deepspeed.steps import odd_steps, step_contradictions
 from reshard.formats.deepspeed.tensor_parallel import read_layouts, require_same_for_ties
@@ -117,7 +119,7 @@ def open_deepspeed(folder: TagFolder, stated: StatedLayouts | None = None) -> Ch
         When a file is damaged or hostile.
     """
     inventory = take_inventory(folder)
-    models = open_models(inventory)
+    inventory, models = by_data_rank(inventory, open_models(inventory))
     degrees = settle_degrees(models.values(), inventory)
     require_models(inventory, degrees)
     experts = open_experts(inventory, models, degrees)
@@ -504,6 +506,8 @@ class _Reading:
         yield from self.found.problems
         yield from problems_of(self.models, self.ranks, self.layouts.notes)
         yield from odd_steps(self.columns, self.ranks)
+        if sequences := sequence_note(self.columns[0], self.inventory.sequence):
+            yield sequences
         for path in self._expert_files():
             yield from problems_inside(read_archive(path), of_expert=True)
         if self.stage is None:

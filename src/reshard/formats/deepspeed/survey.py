@@ -30,6 +30,7 @@ from reshard.formats.deepspeed.own_names import wrongly_named
 from reshard.formats.deepspeed.problems import problems_inside
 from reshard.formats.deepspeed.rank_files import MOST_RANKS
 from reshard.formats.deepspeed.records import ModelStates, ParallelDegrees, read_model_states
+from reshard.formats.deepspeed.sequence_parallel import as_data_rank, degree_in_names
 from reshard.formats.folders import TagFolder
 from reshard.formats.survey import Findings, Presence, RankFile, Survey
 from reshard.formats.torch_archive import Archive, read_archive, short_repr
@@ -75,6 +76,7 @@ class _Survey:
         self.stages: Counter[int] = Counter()
         self.damaged: set[FileName] = set()
         self.whole = True
+        self.sequence = 1
 
     def result(self) -> Survey:
         """Look at everything."""
@@ -82,6 +84,7 @@ class _Survey:
         for name, path in self.paths.items():
             self._open(name, path)
         self._require_own_names()
+        self._by_data_rank()
         dp, pp, tp = self._degrees()
         self._require_one_step()
         missing, stale = self._grid(dp, pp * tp)
@@ -154,6 +157,14 @@ class _Survey:
         for file, whose, fix in wrongly_named(carried):
             what = f"a file carries the name of another {whose} ({carried[file]}.pt)"
             self._wrong(what, file, fix)
+
+    def _by_data_rank(self) -> None:
+        """Take the ranks of a sequence out of the names."""
+        degree = degree_in_names(self.paths, self.models.values())
+        self.sequence = degree
+        self.paths = {as_data_rank(name, degree): path for name, path in self.paths.items()}
+        self.models = {as_data_rank(name, degree): one for name, one in self.models.items()}
+        self.damaged = {as_data_rank(name, degree) for name in self.damaged}
 
     # ----- together
 
@@ -275,7 +286,9 @@ class _Survey:
     def _file_of(self, kind: FileKind, cell: Cell) -> str:
         """The name of a file that is missing."""
         present = (self.paths[name].name for name in self._cells(kind).values())
-        return missing_file_name(kind, *cell, present)
+        dp, mp = cell
+        column = dp % self.sequence if self.sequence > 1 else mp
+        return missing_file_name(kind, dp, column, present)
 
     def _present(self, stale: set[FileName]) -> Iterable[RankFile]:
         for name, path in sorted(self.paths.items(), key=lambda entry: _order(entry[0])):
