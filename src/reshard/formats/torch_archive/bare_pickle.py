@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from reshard.errors import ArchiveError, HostileFileError, UsageError, count_text
 from reshard.formats.dtypes import DType
+from reshard.formats.torch_archive.budget import INDEX
 from reshard.formats.torch_archive.construction import Construction
 from reshard.formats.torch_archive.machine import Machine
 from reshard.formats.torch_archive.pickler import dump
@@ -54,7 +55,7 @@ def read_pickle(path: str | os.PathLike[str], known: Collection[str]) -> object:
 
 def _read(data: bytes, path: str, known: Collection[str]) -> object:
     construction = Construction(path, len(data), _no_storage)
-    root, end = Machine(data, construction).run()
+    root, end = Machine(data, construction, INDEX).run()
     try:
         construction.finish(root)
     except ArchiveError as error:

@@ -186,7 +186,7 @@ class Construction:
         """Check the whole tree, when the pickle has been read."""
         for record in self.records:
             record.check()
-        check_tree(root, self.file, self._size)
+        check_tree(root, self.file, self._size, self.tensors)
         if not self.attributes and ("builtins", "getattr") in self.globals:
             raise _hostile_getattr(self.file, ())
 

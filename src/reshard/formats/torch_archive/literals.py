@@ -26,6 +26,8 @@ _INT32 = struct.Struct("<i")
 _UINT64 = struct.Struct("<Q")
 _DOUBLE = struct.Struct(">d")
 _MOST_DIGITS = 4000
+_MOST_BYTES = 1600
+TOO_MANY_DIGITS = "a number of too many digits"
 
 
 # -------------------------------------------------------------------------------- constants
@@ -68,6 +70,9 @@ def _byte(machine: Machine, position: int) -> int:
 def _long(layout: struct.Struct | None) -> Handler:
     def push(machine: Machine, position: int) -> int:
         count, start = _length(machine, position, layout)
+        if count > _MOST_BYTES:
+            # Nor can Python show a number of more than 4,300 digits.
+            raise ValueError(TOO_MANY_DIGITS)
         machine.stack.append(int.from_bytes(machine.take(start, count), "little", signed=True))
         return start + count
 
@@ -100,7 +105,7 @@ def decimal(text: bytes) -> int:
     """Return the number that a line of text states."""
     if len(text) > _MOST_DIGITS:
         # Decimal digits cost quadratic time.
-        raise ValueError("a number of too many digits")
+        raise ValueError(TOO_MANY_DIGITS)
     return _stated(int, text)
 
 

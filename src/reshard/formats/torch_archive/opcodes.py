@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArchiveError
+from reshard.formats.torch_archive.budget import ITEM
 from reshard.formats.torch_archive.literals import LITERALS, UINT32, decimal
 
 if TYPE_CHECKING:
@@ -55,39 +56,39 @@ def _duplicate(machine: Machine, position: int) -> int:
 
 
 def _put_byte(machine: Machine, position: int) -> int:
-    machine.memo[machine.data[position]] = machine.stack[-1]
+    machine.store(machine.data[position])
     return position + 1
 
 
 def _put_long(machine: Machine, position: int) -> int:
-    machine.memo[UINT32.unpack_from(machine.data, position)[0]] = machine.stack[-1]
+    machine.store(UINT32.unpack_from(machine.data, position)[0])
     return position + 4
 
 
 def _put_line(machine: Machine, position: int) -> int:
     text, position = machine.line(position)
-    machine.memo[decimal(text)] = machine.stack[-1]
+    machine.store(decimal(text))
     return position
 
 
 def _memoise(machine: Machine, position: int) -> int:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.store(len(machine.memo) + len(machine.scattered))
     return position
 
 
 def _get_byte(machine: Machine, position: int) -> int:
-    machine.stack.append(machine.memo[machine.data[position]])
+    machine.recall(machine.data[position])
     return position + 1
 
 
 def _get_long(machine: Machine, position: int) -> int:
-    machine.stack.append(machine.memo[UINT32.unpack_from(machine.data, position)[0]])
+    machine.recall(UINT32.unpack_from(machine.data, position)[0])
     return position + 4
 
 
 def _get_line(machine: Machine, position: int) -> int:
     text, position = machine.line(position)
-    machine.stack.append(machine.memo[decimal(text)])
+    machine.recall(decimal(text))
     return position
 
 
@@ -121,6 +122,7 @@ def _list(machine: Machine, position: int) -> int:
 
 def _dict(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
+    machine.room -= ITEM * len(items)
     made: dict[object, object] = {}
     machine.construction.set_items(made, items)
     machine.stack.append(made)
@@ -129,6 +131,7 @@ def _dict(machine: Machine, position: int) -> int:
 
 def _frozenset(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
+    machine.room -= ITEM * len(items)
     machine.stack.append(frozenset(machine.construction.hashable(items)))
     return position
 
@@ -147,6 +150,7 @@ def _appends(machine: Machine, position: int) -> int:
 
 def _add_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
+    machine.room -= ITEM * len(items)
     machine.construction.add(machine.stack[-1], items)
     return position
 
@@ -160,6 +164,7 @@ def _set_item(machine: Machine, position: int) -> int:
 
 def _set_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
+    machine.room -= ITEM * len(items) // 2
     machine.construction.set_items(machine.stack[-1], items)
     return position
 
