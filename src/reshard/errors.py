@@ -75,14 +75,35 @@ class ReshardError(Exception):
         for word in ("rank", "parameter", "state", "dim"):
             value = getattr(self, word)
             if value is not None:
-                yield f"{word} {value}"
+                yield f"{word} {shown(value)}"
 
     def _line(self) -> str:
         numbers = ((word, getattr(self, word)) for word in ("expected", "found"))
-        said = ", ".join(f"{word} {value}" for word, value in numbers if value is not None)
+        said = ", ".join(f"{word} {shown(value)}" for word, value in numbers if value is not None)
         parts = (self.what, ", ".join(self._where()), said)
         line = ": ".join(part for part in parts if part)
         return f"{line}; next: {self.next_step}" if self.next_step else line
+
+
+LONGEST_VALUE = 2000
+"""Characters of a value in a message."""
+
+
+def shown(value: object) -> str:
+    """Return a value as text of bounded length, whatever it is.
+
+    Examples
+    --------
+    >>> shown(3), shown(10**5000), len(shown("a" * 10**6))
+    ('3', 'an integer of 16610 bits', 2001)
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4096:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = str(value)
+    except (ValueError, RecursionError) as error:  # a part that Python does not show
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 def _restored(kind: type[ReshardError], arguments: tuple[object, ...]) -> ReshardError:

@@ -29,6 +29,7 @@ from reshard.formats.folders import (
     TagFolder,
     holds_checkpoint,
     holds_weights,
+    pointer_bytes,
     resolve_folder,
     unknown_folder,
 )
@@ -158,7 +159,7 @@ def resolve_pointer(folder: Path, pointer: str) -> Path:
     ReshardError
         It names none that holds a checkpoint.
     """
-    text = (folder / pointer).read_bytes()[:4096].decode("utf-8", "backslashreplace").strip()
+    text = pointer_bytes(folder / pointer).decode("utf-8", "backslashreplace").strip()
     if not text or Path(text).name != text or text in (".", ".."):
         raise CheckpointError(
             "the pointer file does not hold one folder name",
@@ -201,7 +202,9 @@ def _tags_in(folder: Path) -> list[Path]:
     return [
         Path(entry.path)
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
-        if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
+        if Path(entry.path).is_dir()
+        and not entry.name.startswith(".")
+        and holds_checkpoint(Path(entry.path))
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.formats.folders import POINTER_LIMIT
+from reshard.formats.folders import POINTER_LIMIT, pointer_bytes
 
 if TYPE_CHECKING:
     from reshard.planning import Plan
@@ -30,8 +30,6 @@ def pointed_to(destination: Path, job: Plan) -> str | None:
 
 def named_by(pointer: Path) -> str | None:
     """Return what a pointer file names, None when there is none."""
-    try:
-        with pointer.open("rb") as file:
-            return file.read(POINTER_LIMIT).decode("utf-8", "backslashreplace").strip()
-    except OSError:
+    if not pointer.exists():
         return None
+    return pointer_bytes(pointer)[:POINTER_LIMIT].decode("utf-8", "backslashreplace").strip()

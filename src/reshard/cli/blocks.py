@@ -71,15 +71,17 @@ def table(title: str, titles: str, rows: Iterable[Sequence[object]]) -> Table:
     Column(title='bytes', right=True)
     """
     columns = tuple(Column(word.lstrip(">"), word.startswith(">")) for word in titles.split())
-    return Table(title, columns, tuple(tuple(visible(cell) for cell in row) for row in rows))
+    return Table(
+        visible(title), columns, tuple(tuple(visible(cell) for cell in row) for row in rows)
+    )
 
 
 def fields(title: str, pairs: Iterable[tuple[str, object]]) -> Fields:
     """Return named values, those without a value left out."""
     shown = ((name, visible(value)) for name, value in pairs if value not in (None, ""))
-    return Fields(title, tuple(shown))
+    return Fields(visible(title), tuple(shown))
 
 
 def lines(title: str, texts: Iterable[object], tone: Tone = Tone.PLAIN) -> Lines:
     """Return free lines."""
-    return Lines(title, tuple(visible(text) for text in texts), tone)
+    return Lines(visible(title), tuple(visible(text) for text in texts), tone)

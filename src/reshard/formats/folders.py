@@ -9,6 +9,7 @@ there is refused, with the complete folders listed: taking "the newest" silently
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class TagFolder:
         found: dict[str, list[Path]] = {}
         for folder in (self.path, *self.also):
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                if entry.is_file():
+                if Path(entry.path).is_file():
                     found.setdefault(entry.name, []).append(folder / entry.name)
         return found
 
@@ -182,14 +183,34 @@ def _save_folders(folder: Path) -> list[tuple[str, str, str]]:
     found = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         pointers = [name for name in POINTERS if (Path(entry.path) / name).is_file()]
-        if entry.is_dir() and pointers:
-            said = (Path(entry.path) / pointers[0]).read_bytes()[:POINTER_LIMIT]
+        if pointers and Path(entry.path).is_dir():
+            said = pointer_bytes(Path(entry.path) / pointers[0])[:POINTER_LIMIT]
             found.append((entry.name, pointers[0], said.decode("utf-8", "replace").strip()))
     return found
 
 
+def pointer_bytes(path: Path) -> bytes:
+    """Return what a pointer file holds, of which more than a folder name is never read.
+
+    Only regular files are read: a pipe would be waited for, and a device has no end. What is
+    neither a file nor readable holds nothing.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return b""
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return b""
+        return os.read(handle, POINTER_LIMIT + 1)
+    except OSError:
+        return b""
+    finally:
+        os.close(handle)
+
+
 def _read_pointer(path: Path) -> str:
-    raw = path.read_bytes()
+    raw = pointer_bytes(path)
     try:
         tag = raw.decode("utf-8").strip() if len(raw) <= POINTER_LIMIT else ""
     except UnicodeDecodeError:
@@ -212,7 +233,9 @@ def _tags(folder: Path) -> list[str]:
     return [
         entry.name
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
-        if entry.is_dir() and not entry.name.startswith(".") and holds_checkpoint(Path(entry.path))
+        if Path(entry.path).is_dir()
+        and not entry.name.startswith(".")
+        and holds_checkpoint(Path(entry.path))
     ]
 
 

@@ -9,10 +9,12 @@ order of the table, whichever way they were found.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from reshard.errors import LayoutError
 
@@ -53,8 +55,39 @@ def quoted(pattern: str) -> str:
     return repr(pattern).replace("\\\\", "\\")
 
 
+@dataclass(frozen=True, slots=True)
+class BoundedPattern:
+    """A regular expression that comes from a file, with the ways in which it can repeat.
+
+    A backtracking matcher may try every way to share a name out among the repeats, so the number of
+    ways is bounded: repeats are of plain characters, not of other repeats or of alternatives, and
+    the product of how often each can repeat in a name is no more than :data:`MOST_WAYS`.
+    """
+
+    expression: re.Pattern[str]
+    repeats: tuple[int, ...]
+    """How often each repeat can repeat at most; 0 where the name alone bounds it."""
+    file: str
+    """Where it is from, for messages."""
+
+    def match(self, name: str) -> bool:
+        """Whether it matches from the start of a name.
+
+        Raises
+        ------
+        LayoutError
+            When that could take too long.
+        """
+        ways = 1
+        for most in self.repeats:
+            ways *= 1 + (min(most, len(name)) if most else len(name))
+        if ways > MOST_WAYS:
+            raise _unbounded(self.expression.pattern, self.file, f"a name of {len(name)} letters")
+        return self.expression.match(name) is not None
+
+
 def compile_pattern(pattern: str, file: str) -> re.Pattern[str]:
-    """A pattern of the checkpoint or of the user as a regular expression.
+    """A pattern of the user as a regular expression.
 
     Raises
     ------
@@ -67,6 +100,62 @@ def compile_pattern(pattern: str, file: str) -> re.Pattern[str]:
         raise LayoutError(
             f"a pattern is no regular expression: {error}", file=file, found=repr(pattern)
         ) from error
+
+
+def bounded_pattern(pattern: str, file: str) -> BoundedPattern:
+    """A pattern of the checkpoint, which anybody may have written.
+
+    Raises
+    ------
+    LayoutError
+        When it is no regular expression, or could take forever.
+    """
+    compiled = compile_pattern(pattern, file)
+    return BoundedPattern(compiled, tuple(_repeats(_PARSER.parse(pattern), pattern, file)), file)
+
+
+MOST_WAYS = 300_000_000
+"""Ways to share a name out among the repeats of a pattern; trying all takes a few seconds."""
+
+_PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+_PLAIN = frozenset(("LITERAL", "NOT_LITERAL", "ANY", "IN", "CATEGORY", "AT"))
+_REPEATS = frozenset(("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"))
+
+
+def _repeats(parsed: Any, pattern: str, file: str) -> Iterator[int]:
+    """How often each repeat of a parsed pattern can repeat; what could take forever is refused."""
+    for operator, argument in parsed:
+        kind = str(operator)
+        if kind in _PLAIN:
+            continue
+        if kind in _REPEATS:
+            _, most, inner = argument
+            plain = all(str(inside) in _PLAIN for inside, _ in inner)
+            if plain:
+                yield 0 if most is _PARSER.MAXREPEAT else int(most)
+            elif most == 1:
+                yield 1
+                yield from _repeats(inner, pattern, file)
+            else:
+                raise _unbounded(pattern, file, "a repeat of something that varies")
+        elif kind == "SUBPATTERN":
+            yield from _repeats(argument[-1], pattern, file)
+        elif kind == "BRANCH":
+            yield len(argument[1])
+            for one in argument[1]:
+                yield from _repeats(one, pattern, file)
+        else:
+            raise _unbounded(pattern, file, kind.lower().replace("_", " "))
+
+
+def _unbounded(pattern: str, file: str, found: str) -> LayoutError:
+    return LayoutError(
+        "a pattern could take forever to match",
+        file=file,
+        expected="repeats of plain characters, and few of them",
+        found=f"{found} in {quoted(pattern)[:200]}",
+        next_step="state the layout with --layout FILE, in patterns without nested repeats",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +179,7 @@ class PatternTable(Generic[Entry]):
     texts: tuple[str, ...] = ()
     entries: tuple[Entry, ...] = ()
     _literal: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    _general: tuple[tuple[int, re.Pattern[str]], ...] = field(default=(), repr=False)
+    _general: tuple[tuple[int, BoundedPattern], ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Entry]], file: str) -> PatternTable[Entry]:
@@ -107,7 +196,7 @@ class PatternTable(Generic[Entry]):
         for number, (text, _) in enumerate(listed):
             name = literal_name(text)
             if name is None:
-                general.append((number, compile_pattern(text, file)))
+                general.append((number, bounded_pattern(text, file)))
             else:
                 literal[name] = (*literal.get(name, ()), number)
         texts, values = tuple(text for text, _ in listed), tuple(value for _, value in listed)

@@ -23,7 +23,6 @@ matter, and parameters whose stored map was made from an empty placeholder.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ from reshard.formats.folders import TagFolder
 from reshard.formats.layout_source import Layouts, Shape
 from reshard.formats.manifest import MANIFEST_NAME
 from reshard.formats.parsing import Cursor
-from reshard.formats.patterns import exact, literal_name
+from reshard.formats.patterns import bounded_pattern, exact, literal_name
 from reshard.formats.stated_layouts import StatedLayouts
 from reshard.formats.target import Fill, OutputFile, Slot, Target
 from reshard.formats.torch_archive import lay_out_archive
@@ -232,7 +231,7 @@ def _merged(
     for pattern, entry in old.at("params").named():
         name = literal_name(pattern)
         if name is None:
-            if not any(re.match(pattern, mapped) for mapped in maps):
+            if not any(map(bounded_pattern(pattern, INFO).match, maps)):
                 merged[pattern] = entry.value
         elif name not in maps or _is_same(entry, maps[name]):
             merged[pattern] = entry.value

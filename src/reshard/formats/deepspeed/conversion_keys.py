@@ -29,7 +29,6 @@ Sources: `checkpoint/constants.py`, `checkpoint/ds_to_universal.py`, `module_inj
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +42,7 @@ from reshard.formats.layout_source import (
     located,
     require_fit,
 )
-from reshard.formats.patterns import PatternTable, quoted
+from reshard.formats.patterns import BoundedPattern, PatternTable, bounded_pattern, quoted
 
 DEFAULT = "no pattern, so one after the other on dim 0"
 """Provenance of a parameter that no pattern names."""
@@ -70,9 +69,9 @@ class KeyRule:
     sub_params: SubParams | None = None
 
     @property
-    def pattern(self) -> re.Pattern[str]:
+    def pattern(self) -> BoundedPattern:
         """The pattern compiled; it matches from the start of a name."""
-        return re.compile(self.text)
+        return bounded_pattern(self.text, "universal_checkpoint_info")
 
     @property
     def key(self) -> str:

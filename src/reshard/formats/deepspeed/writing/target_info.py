@@ -91,7 +91,7 @@ def _widths(keys: ConversionKeys, maps: Mapping[str, ParamAffineMap]) -> dict[st
         if rule.branch is Branch.SUB_PARAMS:
             for name, one in maps.items():
                 if rule.pattern.match(name):
-                    found[rule.pattern.pattern] = _widths_of(rule, one)
+                    found[rule.text] = _widths_of(rule, one)
     return found
 
 
