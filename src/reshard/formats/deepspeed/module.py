@@ -5,9 +5,10 @@ model-state files, in a different place for each stage:
 
 * ZeRO-0, 1, 2: in `module`, once a model-parallel rank. ZeRO-2 repeats frozen parameters in
   `frozen_param_fragments`; the bytes of `module` are the same.
-* ZeRO-3: `module` has empty placeholders for parameters and real values for buffers, on every
-  rank; a frozen parameter is in `frozen_param_fragments`, each rank's block of `ceil(n / W)`
-  elements. Frozen experts are partitioned among the ranks with the same EP rank.
+* ZeRO-3: `module` has empty placeholders for parameters and real values for buffers and for what
+  layers add of their own, on every rank; a frozen parameter is in `frozen_param_fragments`, each
+  rank's block of `ceil(n / W)` elements. Frozen experts are partitioned among the ranks with the
+  same EP rank.
 * pipelines: in the layer files (`pipeline_layers`); experts: in files of their own.
 
 A name in `module` that is an alias of a trained or frozen parameter (tied weights) is neither.
@@ -115,19 +116,16 @@ def zero3_tensors(
             yield _frozen_zero3(name, models, dp, tp, untouched)
     for name in dict.fromkeys(name for m in models.values() for name in m.module or {}):
         if name not in trained and name not in aliases and name not in frozen:
-            yield ModuleTensor(name, Role.BUFFER, _buffers_zero3(name, models, dp, tp))
+            shards = _buffers_zero3(name, models, dp, tp)
+            if shards:
+                yield ModuleTensor(name, Role.BUFFER, shards)
 
 
 def _buffers_zero3(
     name: str, models: Mapping[tuple[int, int], ModelStates], dp: int, tp: int
 ) -> dict[int, ModuleShard]:
-    if not any(name in model.buffer_names for model in models.values()):
-        raise CheckpointError(
-            "a parameter is listed in the model, and nowhere are its values",
-            file=models[0, 0].file,
-            parameter=name,
-            next_step="the run left it out of the checkpoint (exclude_frozen_parameters)",
-        )
+    """Shards of a buffer, listed or not; none of an empty entry that no list names."""
+    listed = any(name in model.buffer_names for model in models.values())
     shards = {}
     for column in range(tp):
         holders = [
@@ -135,7 +133,7 @@ def _buffers_zero3(
             for model in (models[rank, column] for rank in range(dp))
             if model.module and name in model.module
         ]
-        if holders:
+        if holders and (listed or any(prod(record.shape) for record, _ in holders)):
             shards[column] = whole_shard(holders[0][0], holders)
     return shards
 

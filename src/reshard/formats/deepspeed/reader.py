@@ -78,6 +78,7 @@ from reshard.formats.deepspeed.statements import require_module_shapes, stated_a
 from reshard.formats.deepspeed.steps import odd_steps, step_contradictions
 from reshard.formats.deepspeed.tensor_parallel import read_layouts, require_same_for_ties
 from reshard.formats.deepspeed.ties import twins, untied
+from reshard.formats.deepspeed.unlisted_names import shared_storages, unlisted_notes
 from reshard.formats.deepspeed.unsharded import read_unsharded, unstated_ties
 from reshard.formats.deepspeed.unsharded_experts import (
     read_unsharded_experts,
@@ -167,6 +168,7 @@ class _Reading:
         if self.experts.autoep is not None:
             aliases |= router_aliases(self.experts.autoep, self.columns)
         if self.ranks:
+            aliases |= shared_storages(self.models.values(), aliases)
             self._resolve_partitions()
         elif self.stage == 0:
             for column in self.columns:
@@ -457,7 +459,7 @@ class _Reading:
             extras=extras,
             versions={"deepspeed": version} if version else {},
             files=self.inventory.sources,
-            problems=tuple(dict.fromkeys(self._problems())),
+            problems=tuple(dict.fromkeys(self._problems(aliases))),
             copies=copies,
             contradictions=tuple(self._contradictions()),
             unproved=tuple(self._untied(copies)),
@@ -502,10 +504,11 @@ class _Reading:
         ep = self.native_ep if autoep is None else max(self.native_ep, autoep.ep_size)
         return Topology(self.stage, self.degrees.dp, self.degrees.tp, self.degrees.pp, ep)
 
-    def _problems(self) -> Iterator[Problem]:
+    def _problems(self, aliases: Mapping[str, str]) -> Iterator[Problem]:
         yield from self.found.problems
         yield from problems_of(self.models, self.ranks, self.layouts.notes)
         yield from odd_steps(self.columns, self.ranks)
+        yield from unlisted_notes(self.columns, aliases, self.stage, self.experts.fused)
         if sequences := sequence_note(self.columns[0], self.inventory.sequence):
             yield sequences
         for path in self._expert_files():
