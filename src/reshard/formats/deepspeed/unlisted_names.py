@@ -92,7 +92,8 @@ def unlisted_notes(
             yield from _note(empty, "empty and in no list of the model; left out", model)
         objects = [name for name in _entries(model) if name not in model.module]
         yield from _note(objects, "in `module` and no tensors; left out", model)
-        missing = trained.difference(_entries(model))
+        # where the file has no weights at all, none of them is missed
+        missing = trained.difference(_entries(model)) if model.module else set()
         missing = {name for name in missing if name not in fused and NATIVE_MARK not in name}
         instead = f", which has {_names(full)} in no list" if full else ""
         yield from _note(sorted(missing), f"trained and not in `module`{instead}", model)
