@@ -37,7 +37,7 @@ FREE = re.compile(
 STATE = re.compile(r"zero/.+/(?!step)(?P<state>\w+)\.pt:")
 STEP = re.compile(r"zero/.+/step\.pt:")
 WHOLE = re.compile(r"\.safetensors$")
-BY_NAME = "by their names"
+BY_NAME = "nothing but names, counters and settings ties"
 """What a report says of files that nothing else ties to one save."""
 
 

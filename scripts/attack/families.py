@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,10 @@ def _same(one: Any, other: Any) -> bool:
         )
     if isinstance(one, dict | list):
         return len(one) == len(other)  # what is inside has places of its own
-    if isinstance(one, int | float | str | bytes | tuple | torch.Size | None):
-        return repr(one) == repr(other)
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other)  # NaN is NaN, -0.0 is not 0.0
+    if isinstance(one, int | str | bytes | tuple | torch.Size | None):
+        return bool(one == other)
     return True
 
 
