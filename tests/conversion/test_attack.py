@@ -16,7 +16,6 @@ from scripts.attack.excuses import excuse
 FOLDERS = 120
 OPEN = {
     66: "a buffer that buffer_names lists is missing from the module",
-    85: "a number of more than 4,300 digits",
     91: "a trained parameter is missing from the module under its name",
 }
 """What is known to be wrong still. It may only shrink: what is mended leaves the list."""

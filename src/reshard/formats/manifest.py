@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,15 +231,20 @@ def manifest_document(path: Path) -> Mapping[str, object]:
 
 def _json(path: Path) -> object:
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_MANIFEST + 1)
+        with open(path, "rb", opener=_without_waiting) as file:
+            found = os.fstat(file.fileno())
+            text = file.read() if _is_readable(found) else b""
     except FileNotFoundError:
         raise MissingFileError("the folder has no manifest", file=path) from None
     except OSError as error:
         raise ArchiveError(
             "the manifest cannot be read", file=path, found=error.strerror, next_step=_REMEDY
         ) from error
-    if len(text) > LARGEST_MANIFEST:
+    if not stat.S_ISREG(found.st_mode):
+        raise ArchiveError(
+            "the manifest cannot be read", file=path, found="no regular file", next_step=_REMEDY
+        )
+    if not _is_readable(found):
         raise ArchiveError(
             "the manifest is too long",
             file=path,
@@ -248,10 +254,19 @@ def _json(path: Path) -> object:
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError:
-        found = "brackets nested too deep"
+        said = "brackets nested too deep"
     except ValueError as error:
-        found = str(error)
-    raise ArchiveError("the manifest is not JSON", file=path, found=found, next_step=_REMEDY)
+        said = str(error)
+    raise ArchiveError("the manifest is not JSON", file=path, found=said, next_step=_REMEDY)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe, too, which would otherwise wait for somebody who writes it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _is_readable(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_MANIFEST
 
 
 def _no_constant(text: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,30 @@ def test_an_unsound_manifest(
         assert (error.expected, error.found, error.next_step) == (expected, found, REMEDY)
     said = [(fault.file, fault.next_step) for fault in api.diagnose(folder).faults]
     assert said == [(str(folder / MANIFEST), REMEDY)]
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def two_gigabytes(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (os.mkfifo, "the manifest cannot be read"),
+        (a_device, "the manifest cannot be read"),
+        (two_gigabytes, "the manifest is too long"),
+    ],
+)
+def test_a_manifest_that_has_no_end(folder: Path, make: Callable[[Path], None], what: str) -> None:
+    (folder / MANIFEST).unlink()
+    make(folder / MANIFEST)
+    error = refusal(folder)
+    assert (type(error), error.what, error.next_step) == (ArchiveError, what, REMEDY)
 
 
 def test_a_hostile_manifest_and_resume(folder: Path) -> None:
