@@ -75,7 +75,7 @@ def test_ranks_whose_parameters_are_all_replicas_are_alike(tmp_path: Path) -> No
     first, second = (folder / f"zero_pp_rank_0_mp_rank_0{tp}_optim_states.pt" for tp in (0, 1))
     shutil.copy(first, second)
     ranks = {(0, tp): read_optimizer_states(str(f), 0, tp) for tp, f in ((0, first), (1, second))}
-    assert list(twins({}, ranks, {}, {})) == []
+    assert list(twins({}, ranks)) == []
 
 
 @pytest.mark.parametrize(

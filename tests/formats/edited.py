@@ -42,6 +42,8 @@ def with_info(case: Case, folder: Path, edit: Callable[[Info], Info | None]) -> 
     """Copy a checkpoint and let ``edit`` change its info; None takes the key away."""
     tag = folder / case.tag
     shutil.copytree(case.tag_path, tag)
+    # An edited folder is no longer what reshard wrote, where it was that.
+    (tag / "reshard_manifest.json").unlink(missing_ok=True)
     for file in model_files(tag):
         content = torch.load(file, weights_only=False)
         edited = edit(dict(content.get("universal_checkpoint_info") or {}))

@@ -469,9 +469,8 @@ class _Reading:
     def _contradictions(self) -> Iterator[CheckpointError]:
         """What files say against each other; a manifest vouches for what reshard wrote."""
         if not self._is_ours():
-            shapes = {tensor.name: tensor.shape for tensor in self.tensors.values()}
             yield from step_contradictions(self.columns, self.ranks, self.scalars)
-            yield from twins(self.models, self.ranks, self.found.shards, shapes)
+            yield from twins(self.models, self.ranks)
 
     def _untied(self, copies: Sequence[RoundedCopy]) -> Iterator[Problem]:
         if not self._is_ours():

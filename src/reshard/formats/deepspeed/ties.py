@@ -7,8 +7,8 @@ as well. So files are joined wherever a value is held twice, and where more than
 remains, this is said: no tool can tell whether the sets were always together. ZeRO-3 keeps no
 element twice, so there it is the rule.
 
-One thing is known even there: files of two ranks hold different elements, and after a step they
-hold different moments. Two with the same bytes are one file under two names.
+One thing is known even there: files of two data ranks hold different elements, and after a step
+they hold different moments. Two with the same bytes are one file under two names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from reshard.errors import CheckpointError
 from reshard.formats.checkpoint import Problem, RoundedCopy, StoredTensor
 from reshard.formats.deepspeed.optimizer_records import OptimizerStates
-from reshard.formats.deepspeed.partitions import MASTER, Shard
+from reshard.formats.deepspeed.partitions import MASTER
 from reshard.formats.deepspeed.records import ModelStates
 from reshard.formats.torch_archive import WRONG_CHECKSUM, Archive, TensorRecord
 
@@ -38,8 +38,6 @@ _COPIED = (
 def twins(
     models: Mapping[Cell, ModelStates],
     ranks: Mapping[Cell, OptimizerStates],
-    shards: Mapping[str, Mapping[int, Shard]],
-    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[CheckpointError]:
     """Files of two ranks with the same content, which no step leaves behind.
 
@@ -47,17 +45,7 @@ def twins(
     ----------
     models, ranks
         The model-state and optimizer files.
-    shards
-        Trained parameter -> column -> where its shard lies.
-    shapes
-        Trained parameter -> shape of the whole.
     """
-    cut = {
-        column
-        for name, held in shards.items()
-        for column, shard in held.items()
-        if shard.shape != shapes.get(name, shard.shape)
-    }
     moved = {cell: (rank.archive, _moments(rank)) for cell, rank in ranks.items()}
     frozen = {
         cell: (model.archive, tuple(model.frozen_fragments.values()))
@@ -65,7 +53,7 @@ def twins(
         if ranks and ranks[0, 0].stage == 3
     }
     for files, what in ((moved, "optimizer states"), (frozen, "frozen parameters")):
-        for first, second in _equal(files, cut):
+        for first, second in _equal(files):
             yield CheckpointError(
                 f"the files of two ranks hold the same {what}, which are different elements",
                 file=second,
@@ -79,16 +67,18 @@ def _moments(rank: OptimizerStates) -> tuple[TensorRecord, ...]:
 
 
 def _equal(
-    files: Mapping[Cell, tuple[Archive, Sequence[TensorRecord]]], cut: set[int]
+    files: Mapping[Cell, tuple[Archive, Sequence[TensorRecord]]],
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of files whose records have the same checksums and are not of one value throughout."""
-    seen: dict[tuple[tuple[int, int], ...], tuple[Cell, str]] = {}
+    """Pairs of files of one column with the same checksums, not of one value throughout.
+
+    Columns are not compared: tensor ranks that began alike stay alike.
+    """
+    seen: dict[tuple[object, ...], tuple[Cell, str]] = {}
     for cell, (archive, records) in sorted(files.items(), key=lambda item: item[0]):
         if not records or WRONG_CHECKSUM in archive.problems:
             continue
-        first, path = seen.setdefault(_checksums(archive), (cell, archive.path))
-        differ = first[1] == cell[1] or cell[1] in cut or first[1] in cut
-        if first != cell and differ and any(_varies(archive.path, one) for one in records):
+        first, path = seen.setdefault((cell[1], *_checksums(archive)), (cell, archive.path))
+        if first != cell and any(_varies(archive.path, one) for one in records):
             yield path, archive.path
 
 
