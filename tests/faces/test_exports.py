@@ -219,12 +219,6 @@ def test_bad_requests_are_refused_and_write_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_renaming_is_refused_where_names_are_kept(tmp_path: Path, capsys: Capture) -> None:
-    source = str(case_named(CASE).path)
-    assert main(["convert", source, str(tmp_path / "out"), "--rename", "norm=n"]) == 2
-    assert "the format 'universal' keeps the names of parameters" in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------- reading
 
 

@@ -96,3 +96,38 @@ def test_everything_that_names_a_parameter_follows() -> None:
     groups, module = after.extras["groups"].value, after.extras["module"].value
     assert {name for group in groups for name in group} == set(after.names)  # type: ignore[attr-defined]
     assert set(module) == {*after.names, *after.aliases}  # type: ignore[call-overload]
+
+
+def test_names_that_are_left_out_take_no_name() -> None:
+    import reshard
+
+    whole = reshard.open_checkpoint(case_named("golden/llama_z1_tp2_tied_bias").path)
+    kept = sorted(set(whole.names) - set(whole.aliases.values()))[:1]
+    rules = renaming_of(["^.*$=one"])
+    with pytest.raises(UsageError, match="two parameters would get one name"):
+        renamed(whole, rules, whole)
+    assert renamed(reshard.select(whole, include=kept), rules, whole).names == ("one",)
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp", "deepspeed"])
+def test_every_target_takes_names_moments_included(to: str, tmp_path: Path) -> None:
+    import numpy as np
+
+    import reshard
+
+    source = case_named("golden/llama_z1_tp2_tied_bias").path
+    options = reshard.NativeOptions(stage=1, dp=2) if to == "deepspeed" else None
+    rules = renaming_of(["^=_orig_mod."])
+    reshard.convert(source, tmp_path / "out", to=to, rename=rules, options=options)
+    before, after = reshard.open_checkpoint(source), reshard.open_checkpoint(tmp_path / "out")
+    assert set(after.names) == {f"_orig_mod.{name}" for name in before.names}
+    assert {f"_orig_mod.{old}" for old in before.aliases} == set(after.aliases)
+    for name, state in before.tensors:
+        new = f"_orig_mod.{name}"
+        expected = reshard.read(source, name, state=state)[name]
+        np.testing.assert_array_equal(
+            reshard.read(tmp_path / "out", new, state=state)[new], expected
+        )
+    steps = {scalar.value for scalar in before.scalars.values()}
+    assert {scalar.value for scalar in after.scalars.values()} == steps
+    assert reshard.verify(source, tmp_path / "out", rename=rules).equal

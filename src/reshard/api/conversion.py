@@ -22,7 +22,6 @@ from reshard.api.opening import AnyPath, idle_folders, open_checkpoint
 from reshard.api.pointing import pointed_to
 from reshard.api.replicas import naming_the_rule
 from reshard.api.selection import select
-from reshard.errors import UsageError
 from reshard.execution import (
     Comparison,
     ReplicaFinding,
@@ -37,7 +36,7 @@ from reshard.execution.destination import check_apart, check_free, check_names, 
 from reshard.formats.checkpoint import Checkpoint, Topology
 from reshard.formats.deepspeed.writing import NativeOptions
 from reshard.formats.registry import ReadOptions, WriteOptions, is_cut, lay_out, writer_of
-from reshard.formats.renaming import Renaming, renamed
+from reshard.formats.renaming import Renaming, left_behind, renamed
 from reshard.formats.safetensors import SafetensorsOptions
 from reshard.formats.safetensors.companions import NAMES
 from reshard.formats.soundness import require_sound
@@ -183,7 +182,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     include, exclude, states, trainable
         As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
     rename, names, names_states
-        Other names for parameters, with ``to="safetensors"``; rules that join, split and rename
+        Other names for parameters, moments included; rules that join, split and rename
         them: :func:`~reshard.api.naming.named`.
     dry_run
         Report, with the time that it would take, and write nothing.
@@ -209,14 +208,15 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     folders = paths_of("also", also)
     whole = _served(_opened(source, also, layout, reading, options), to, folders)
     picked = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
-    chosen = _renamed(picked, rename, whole, to)
+    chosen = renamed(picked, rename or Renaming(), whole)
+    lost = left_behind(picked, chosen)
     spelled = named(chosen, names, states=names_states, also=folders)
     chosen = spelled.checkpoint
     complete = _completed(options or writer_of(to).default, folders, layout)
     carried, target = lay_out(chosen, to=to, tag=final.name, options=complete)
     job = plan(carried, target, replicas=replicas)
     threads = workers_of(workers)
-    told = require_sound(picked, replicas)  # evidence speaks of the names in the files
+    told = (*require_sound(picked, replicas), *lost)  # evidence speaks of the names in the files
     report = _forecast(spelled, job, final, len(whole.tensors), threads, memory)
     if dry_run:
         _check(job, final, overwrite=overwrite or resume)
@@ -297,17 +297,6 @@ def _check(job: Plan, final: Path, *, overwrite: bool) -> None:
     check_apart(job, final)
     check_pointer(job, final)
     check_free(final, overwrite=overwrite)
-
-
-def _renamed(chosen: Checkpoint, rename: Renaming | None, whole: Checkpoint, to: str) -> Checkpoint:
-    if not rename:
-        return chosen
-    if not writer_of(to).takes_names:
-        raise UsageError(
-            f"the format {to!r} keeps the names of parameters",
-            next_step="leave --rename out, or write with --to safetensors",
-        )
-    return renamed(chosen, rename, whole)
 
 
 def _completed(

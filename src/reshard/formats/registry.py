@@ -65,15 +65,12 @@ class Writer(Generic[Chosen]):
         The options when the user gives none; None when some must be given.
     states
         The states that are carried when the user names none; empty for all.
-    takes_names
-        Whether parameters may get other names: not so where more than tensors speaks of names.
     """
 
     options: type[Chosen]
     lay_out: Callable[[Checkpoint, str, Chosen], Laid]
     default: Chosen | None = None
     states: tuple[str, ...] = ()
-    takes_names: bool = False
 
     def chosen(self, to: str, given: WriteOptions | None) -> Chosen:
         """Return the options to write with; those of another format are refused."""
@@ -264,7 +261,6 @@ FORMATS: Mapping[str, Format] = {
                 _lay_out_safetensors,
                 SafetensorsOptions(),
                 states=(WEIGHTS,),
-                takes_names=True,
             ),
         ),
         Format(

@@ -23,6 +23,9 @@ from reshard.formats.model_dtypes import MODULE_EXTRA
 GROUPS = "groups"
 """The extra that names the parameters of each optimizer group."""
 
+OF_OTHER_NAMES = ("universal_checkpoint_info", "pipeline", "experts_are_cut")
+"""Extras that speak of parameters by names or patterns that are no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -60,8 +63,8 @@ class Renaming:
     def __bool__(self) -> bool:
         return bool(self.rules or self.table)
 
-    def names(self, old: Iterable[str]) -> dict[str, str]:
-        """Return the new name of every name.
+    def names(self, old: Iterable[str], *, chosen: Container[str] | None = None) -> dict[str, str]:
+        """Return the new name of every name, of which the chosen ones have to differ.
 
         Raises
         ------
@@ -73,7 +76,9 @@ class Renaming:
         renamed = {name: self.table.get(name, name) for name in known}
         for rule in self.rules:
             renamed = self._applied(rule, renamed)
-        _require_distinct(renamed)
+        _require_distinct(
+            {old: new for old, new in renamed.items() if chosen is None or old in chosen}
+        )
         return renamed
 
     def _applied(self, rule: Rule, names: Mapping[str, str]) -> dict[str, str]:
@@ -178,13 +183,14 @@ def _require_distinct(names: Mapping[str, str]) -> None:
 def renamed(checkpoint: Checkpoint, renaming: Renaming, whole: Checkpoint) -> Checkpoint:
     """Return a checkpoint, or what was selected of a `whole` one, under other names.
 
-    A rule may meet names that were not selected: the same rules go with every selection. What
-    speaks of names without being a tensor, a tie, a group or an element type keeps the old ones, so
-    only formats that write nothing else of the kind may follow.
+    A rule may meet names that were not selected: the same rules go with every selection. Two names
+    may become one where only one of them was selected.
     """
     if not renaming:
         return checkpoint
-    new = renaming.names((*whole.names, *whole.aliases))
+    chosen = (*checkpoint.names, *checkpoint.aliases)
+    new = renaming.names((*whole.names, *whole.aliases), chosen=chosen)
+    kept = {old: new[old] for old in chosen}
     return replace(
         checkpoint,
         tensors={
@@ -196,20 +202,71 @@ def renamed(checkpoint: Checkpoint, renaming: Renaming, whole: Checkpoint) -> Ch
             for (name, state), scalar in checkpoint.scalars.items()
         },
         aliases={new[alias]: new.get(owner, owner) for alias, owner in checkpoint.aliases.items()},
-        extras=_renamed_extras(checkpoint.extras, new),
+        extras=_renamed_extras(checkpoint, kept),
         copies=tuple(
             replace(copy, name=new.get(copy.name, copy.name)) for copy in checkpoint.copies
         ),
+        cuts={new.get(name, name): cut for name, cut in checkpoint.cuts.items()},
     )
 
 
-def _renamed_extras(extras: Mapping[str, Extra], new: Mapping[str, str]) -> dict[str, Extra]:
-    made = dict(extras)
+def _renamed_extras(checkpoint: Checkpoint, kept: Mapping[str, str]) -> Mapping[str, Extra]:
+    """What lies beside tensors that keep their layout: how experts are cut holds on."""
+    extras = checkpoint.extras
+    if all(old == new for old, new in kept.items()):
+        return extras
+    made = renamed_extras(extras, {new: (old,) for old, new in kept.items()}, kept)
+    return made | {key: extras[key] for key in ("experts_are_cut",) if key in extras}
+
+
+def left_behind(before: Checkpoint, after: Checkpoint) -> tuple[str, ...]:
+    """Return a note on what a renaming does not carry."""
+    lost = [key for key in before.extras if key not in after.extras]
+    if not lost:
+        return ()
+    return (f"not carried, as it speaks of the old names: {', '.join(lost)}",)
+
+
+def renamed_extras(
+    extras: Mapping[str, Extra], origins: Mapping[str, Sequence[str]], same: Mapping[str, str]
+) -> dict[str, Extra]:
+    """Return what lies beside the tensors, under the names that these have become.
+
+    Parameters
+    ----------
+    extras
+        As they were read.
+    origins
+        Every new name, and the old ones that it is made of.
+    same
+        Old name -> new name, of the tensors that are laid out as they were.
+    """
+    carried = {key: extra for key, extra in extras.items() if key not in OF_OTHER_NAMES}
+    files, keys = extras.get("model_files"), extras.get("restore_keys")
+    if files is not None and isinstance(files.value, Sequence):
+        carried["model_files"] = replace(files, value=[_nameless(part) for part in files.value])
+    if keys is not None and isinstance(keys.value, Mapping):
+        kept = {same[name]: value for name, value in keys.value.items() if name in same}
+        carried["restore_keys"] = replace(keys, value=kept)
     module, groups = extras.get(MODULE_EXTRA), extras.get(GROUPS)
     if module is not None and isinstance(module.value, Mapping):
-        entries = {new.get(str(name), str(name)): kept for name, kept in module.value.items()}
-        made[MODULE_EXTRA] = replace(module, value=entries)
+        entries = {str(name): kept for name, kept in module.value.items()}
+        renamed = {new: entries[old[0]] for new, old in origins.items() if old[0] in entries}
+        carried[MODULE_EXTRA] = replace(module, value=renamed)
     if groups is not None and isinstance(groups.value, Sequence):
-        names = [[new.get(str(name), str(name)) for name in group] for group in groups.value]
-        made[GROUPS] = replace(groups, value=names)
-    return made
+        owners: dict[str, list[str]] = {}
+        for new, sources in origins.items():
+            for old in sources:
+                owners.setdefault(old, []).append(new)
+        listed = [
+            [new for name in group for new in owners.get(str(name), ())] for group in groups.value
+        ]
+        carried[GROUPS] = replace(groups, value=[list(dict.fromkeys(names)) for names in listed])
+    return carried
+
+
+def _nameless(part: object) -> object:
+    """What a model-state file says, without what it says of parameters by name."""
+    if not isinstance(part, Mapping):
+        return part
+    return {key: value for key, value in part.items() if key not in OF_OTHER_NAMES}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import UnsupportedError, UsageError, count_text
 from reshard.formats.checkpoint import Checkpoint, Extra, Role, Scalar, StoredTensor, TensorKey
-from reshard.formats.model_dtypes import MODULE_EXTRA
+from reshard.formats.renaming import GROUPS, renamed_extras
 from reshard.geometry import ParamAffineMap
 from reshard.geometry.join import Join
 from reshard.names.rules import Rules
@@ -27,12 +27,6 @@ from reshard.names.solving import Made, Solution, side_of, solve
 
 WEIGHTS = "fp32"
 """The state under which weights are, whatever their element type."""
-
-GROUPS = "groups"
-"""The extra that names the parameters of each optimizer group."""
-
-_OF_OTHER_NAMES = ("universal_checkpoint_info", "pipeline", "experts_are_cut")
-"""Extras that speak of parameters by names or patterns that are no more."""
 
 _OF_MATRICES = ("muon", "shampoo", "soap", "galore", "adafactor")
 """Optimizers, by a word of their names, whose update of an element looks at the whole matrix."""
@@ -134,12 +128,17 @@ def translated(
         tensors.update({tensor.key: tensor for tensor in states.tensors_of(one)})
         scalars.update(states.scalars_of(one))
     owners = _owners(made)
+    _require_one_group(checkpoint.extras, made)
     return replace(
         checkpoint,
         tensors=tensors,
         scalars=scalars,
         aliases=_aliases(checkpoint, translation, owners),
-        extras=_extras(checkpoint.extras, made, owners),
+        extras=renamed_extras(
+            checkpoint.extras,
+            {one.name: one.sources for one in made},
+            {one.sources[0]: one.name for one in made if one.is_same},
+        ),
         cuts={
             one.name: checkpoint.cuts[one.sources[0]]
             for one in made
@@ -324,44 +323,11 @@ def _renamed_alias(rules: Rules, side: str, alias: str) -> str | None:
     return alias if rules.keeps(alias) else None
 
 
-def _extras(
-    extras: Mapping[str, Extra], made: Sequence[Made], owners: Mapping[str, tuple[str, ...]]
-) -> dict[str, Extra]:
-    carried = {key: extra for key, extra in extras.items() if key not in _OF_OTHER_NAMES}
-    files, keys = extras.get("model_files"), extras.get("restore_keys")
-    if files is not None and isinstance(files.value, Sequence):
-        carried["model_files"] = replace(files, value=[_nameless(part) for part in files.value])
-    if keys is not None and isinstance(keys.value, Mapping):
-        same = {one.sources[0]: one.name for one in made if one.is_same}
-        kept = {same[name]: value for name, value in keys.value.items() if name in same}
-        carried["restore_keys"] = replace(keys, value=kept)
-    module, groups = extras.get(MODULE_EXTRA), extras.get(GROUPS)
-    if module is not None and isinstance(module.value, Mapping):
-        entries = {str(name): kept for name, kept in module.value.items()}
-        renamed = {one.name: entries[one.sources[0]] for one in made if one.sources[0] in entries}
-        carried[MODULE_EXTRA] = replace(module, value=renamed)
-    if groups is not None and isinstance(groups.value, Sequence):
-        listed = [[str(name) for name in group] for group in groups.value]
-        _require_one_group(listed, made)
-        carried[GROUPS] = replace(
-            groups,
-            value=[
-                list(dict.fromkeys(new for name in group for new in owners.get(name, ())))
-                for group in listed
-            ],
-        )
-    return carried
-
-
-def _nameless(part: object) -> object:
-    """What a model-state file says, without what it says of parameters by name."""
-    if not isinstance(part, Mapping):
-        return part
-    return {key: value for key, value in part.items() if key not in _OF_OTHER_NAMES}
-
-
-def _require_one_group(groups: Sequence[Sequence[str]], made: Iterable[Made]) -> None:
-    group_of = {name: number for number, group in enumerate(groups) for name in group}
+def _require_one_group(extras: Mapping[str, Extra], made: Iterable[Made]) -> None:
+    groups = extras.get(GROUPS)
+    if groups is None or not isinstance(groups.value, Sequence):
+        return
+    group_of = {str(name): number for number, group in enumerate(groups.value) for name in group}
     for one in made:
         numbers = {name: group_of.get(name) for name in one.sources}
         for name, number in numbers.items():

@@ -260,11 +260,6 @@ def test_names_are_changed_by_a_table(tmp_path: Path) -> None:
     assert "wte" in loaded(tmp_path / "out")
 
 
-def test_names_stay_where_more_than_tensors_speaks_of_them(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the format 'universal' keeps the names of parameters"):
-        reshard.convert(case_named(TIED).path, tmp_path / "out", rename=renaming_of(["model=m"]))
-
-
 def test_one_tensor_can_be_taken_out(tmp_path: Path) -> None:
     export(TIED, tmp_path / "out", include=[OWNER])
     assert loaded(tmp_path / "out").keys() == {OWNER, ALIAS}
