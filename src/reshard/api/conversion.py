@@ -182,8 +182,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     include, exclude, states, trainable
         As for :func:`~reshard.api.select`; of no state named, ``"safetensors"`` carries ``fp32``.
     rename, names, names_states
-        Other names for parameters, moments included; rules that join, split and rename
-        them: :func:`~reshard.api.naming.named`.
+        Other names, moments included; files of rules: :func:`~reshard.api.naming.named`.
     dry_run
         Report, with the time that it would take, and write nothing.
     resume, overwrite
@@ -209,7 +208,7 @@ def convert(  # noqa: PLR0913 - keyword-only, and each is an option of the comma
     whole = _served(_opened(source, also, layout, reading, options), to, folders)
     picked = select(whole, include=include, exclude=exclude, states=states, trainable=trainable)
     chosen = renamed(picked, rename or Renaming(), whole)
-    lost = left_behind(picked, chosen)
+    lost = () if writer_of(to).states else left_behind(picked, chosen)
     spelled = named(chosen, names, states=names_states, also=folders)
     chosen = spelled.checkpoint
     complete = _completed(options or writer_of(to).default, folders, layout)
