@@ -5,6 +5,7 @@
 #   make test-matrix   every stage and degree to every other, in real DeepSpeed
 #   make test-crash    killed at hundreds of random moments, resumed, compared
 #   make test-live    1,000 random transfers between running processes
+#   make fuzz-geometry 100,000 random maps against dense index arrays
 #   make attack  thousands of damaged and mixed folders: what comes of each, as a table
 #   make docs    the documentation, as pages in site/, from a strict build
 #   make bench   every figure of docs/, side by side with the tools of DeepSpeed and torch
@@ -29,8 +30,9 @@ SIZE ?= quick
 export RESHARD_CHECKPOINTS ?= ../shared/checkpoints
 
 ATTACK_ARGS ?= --count 3000 --seed 1
+FUZZ_ARGS ?= --count 100000 --seed 1
 
-.PHONY: test attack test-crash test-live test-matrix lint types unit docs demo bench bench-live golden clean help
+.PHONY: test attack fuzz-geometry test-crash test-live test-matrix lint types unit docs demo bench bench-live golden clean help
 
 test: lint types docs unit
 
@@ -65,6 +67,10 @@ test-live: $(VENV)/ready
 # folders damaged and mixed by chance, from the checkpoints that are there (scripts/attack)
 attack: $(VENV)/ready
 	$(BIN)/python -m scripts.attack $(ATTACK_ARGS)
+
+# random maps, every operation against an oracle that shares no code (scripts/fuzz_geometry)
+fuzz-geometry: $(VENV)/ready
+	$(BIN)/python -m scripts.fuzz_geometry $(FUZZ_ARGS)
 
 # torch first: DeepSpeed imports it to build itself, and a bare `torch` would be the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt
