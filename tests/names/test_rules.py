@@ -113,6 +113,8 @@ def test_the_family_is_told_by_the_configuration() -> None:
     assert (found.source, side) == ("preset:mixtral", "megatron")
     with pytest.raises(UsageError, match="which family of models this is cannot be told"):
         rules_for("preset:megatron-transformers", {})
+    with pytest.raises(UnsupportedError, match=r"not translated by moving.*differ by one"):
+        rules_for("preset:transformers-megatron", {"model_type": "gemma2"})
     with pytest.raises(UsageError, match="there is no preset 'lama': expected one of"):
         rules_for("preset:lama", {})
     with pytest.raises(UsageError, match="the file of rules cannot be read"):

@@ -13,10 +13,17 @@ from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.names.rules import Rules, rules_of
 
 PREFIX = "preset:"
+NOT_MOVED = {
+    "gemma": "the weights of its norms differ by one between the two",
+    "gemma2": "the weights of its norms differ by one between the two",
+    "gemma3_text": "the weights of its norms differ by one between the two",
+}
+"""Models, by ``model_type``, of which transformers and Megatron-Core keep different numbers."""
+
 LARGEST_FILE = 1 << 20
 """Bytes that a file of rules may have."""
 
@@ -54,6 +61,8 @@ def rules_for(given: str, config: Mapping[str, object]) -> tuple[Rules, str | No
     ------
     UsageError
         There is no such file or preset, or the family cannot be told.
+    UnsupportedError
+        The two sides of the family hold different numbers.
     DocumentError
         The file is malformed.
     """
@@ -74,6 +83,11 @@ def rules_for(given: str, config: Mapping[str, object]) -> tuple[Rules, str | No
     for rules in fitting.values():
         if kind in rules.models:
             return rules, source
+    if kind in NOT_MOVED:
+        raise UnsupportedError(
+            "this family is not translated by moving elements",
+            found=f"model_type {kind!r}: {NOT_MOVED[str(kind)]}",
+        )
     raise UsageError(
         "which family of models this is cannot be told",
         expected=f"a config.json beside the checkpoint, with a model_type that is known "
