@@ -23,28 +23,20 @@ from reshard.planning import plan
 
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
-    """What annotating did, or with ``dry_run`` would do.
-
-    Parameters
-    ----------
-    destination
-        The folder that was written.
-    sources
-        Parameter -> where its map is from, in words.
-    nbytes, files
-        Bytes written, in how many files.
-    pointer
-        Path of the pointer file that was written, None when there is one that names another folder.
-    dry_run
-        Whether nothing was written.
-    """
+    """What annotating did, or with ``dry_run`` would do."""
 
     destination: str
+    """The folder that was written."""
     sources: Mapping[str, str]
+    """Parameter -> where its map is from, in words."""
     nbytes: int
     files: int = 0
+    """Bytes written, in how many files."""
     pointer: str | None = None
+    """Path of the pointer file that was written, None when there is one that names another
+    folder."""
     dry_run: bool = False
+    """Whether nothing was written."""
 
 
 def annotate(  # noqa: PLR0913 - keyword-only, and each is an option of the command

@@ -51,68 +51,47 @@ NOTHING_TO_RESUME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did, or with ``dry_run`` would do.
-
-    Parameters
-    ----------
-    source
-        The checkpoint that was read, narrowed to what was carried.
-    left_out
-        Number of tensor states that the selection left out.
-    format, destination
-        Format and folder of the output.
-    pointer
-        Path of the pointer file, None when the format has none.
-    pointed_to
-        What the pointer file said before, None when there was none or it said the same.
-    plan
-        What goes where.
-    cost
-        Bytes to read, compare and write, and number of files.
-    disk_bytes, disk_free_bytes
-        Disk that the output takes, and what is free there.
-    memory_bytes, workers
-        Buffers of all workers together, and how many there are.
-    dry_run
-        Whether nothing was written.
-    kept, kept_bytes
-        Tensors that an interrupted run had finished already, and their bytes.
-    seconds
-        From the call to the published output, comparison not included.
-    expected_seconds
-        With ``dry_run``: how long the run would take, from a short probe of the disks; None when
-        nothing could be probed.
-    notes
-        What the user should know: what could not be carried, and why.
-    replicas
-        The policy for copies that differ.
-    drift
-        Copies that differ and were let through.
-    comparison
-        What comparing the output with the source found, None when that was not asked for.
-    """
+    """What a conversion did, or with ``dry_run`` would do."""
 
     source: Checkpoint
+    """The checkpoint that was read, narrowed to what was carried."""
     left_out: int
+    """Number of tensor states that the selection left out."""
     format: str
     destination: str
+    """Format and folder of the output."""
     pointer: str | None
+    """Path of the pointer file, None when the format has none."""
     pointed_to: str | None
+    """What the pointer file said before, None when there was none or it said the same."""
     plan: Plan = field(repr=False)
+    """What goes where."""
     cost: Estimate
+    """Bytes to read, compare and write, and number of files."""
     disk_bytes: int
     disk_free_bytes: int
+    """Disk that the output takes, and what is free there."""
     memory_bytes: int
     workers: int
+    """Buffers of all workers together, and how many there are."""
     dry_run: bool
+    """Whether nothing was written."""
     notes: tuple[str, ...] = ()
+    """What the user should know: what could not be carried, and why."""
     kept: int = 0
     kept_bytes: int = 0
+    """Tensors that an interrupted run had finished already, and their bytes."""
     seconds: float = 0.0
+    """From the call to the published output, comparison not included."""
     expected_seconds: float | None = None
+    """With ``dry_run``: how long the run would take, from a short probe of the disks; None when
+    nothing could be probed."""
     replicas: str = "refuse"
+    """The policy for copies that differ."""
     drift: tuple[ReplicaFinding, ...] = ()
+    """Copies that differ and were let through."""
     comparison: Comparison | None = None
+    """What comparing the output with the source found, None when that was not asked for."""
 
     @property
     def topology(self) -> Topology | None:

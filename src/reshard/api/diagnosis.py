@@ -43,24 +43,16 @@ FAR_APART_HOURS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `diagnose` found.
-
-    Parameters
-    ----------
-    path
-        The folder that was given.
-    folders
-        The tag folders that were looked at, with what lies in each.
-    faults
-        All that is to be mended, each with how in its ``next_step``.
-    notes
-        What is good to know.
-    """
+    """What `diagnose` found."""
 
     path: str
+    """The folder that was given."""
     folders: tuple[tuple[str, Survey], ...]
+    """The tag folders that were looked at, with what lies in each."""
     faults: tuple[Problem, ...]
+    """All that is to be mended, each with how in its ``next_step``."""
     notes: tuple[Problem, ...] = ()
+    """What is good to know."""
 
     @property
     def healthy(self) -> bool:

@@ -28,22 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two checkpoints, ready to be compared.
-
-    Parameters
-    ----------
-    left, right
-        What is compared of each.
-    dtypes
-        The element type in which a tensor is compared, where the two sides have different ones.
-    not_held
-        States that only the other side of an export has: state -> number of tensors and scalars.
-    """
+    """Two checkpoints, ready to be compared."""
 
     left: Checkpoint
     right: Checkpoint
+    """What is compared of each."""
     dtypes: Mapping[TensorKey, DType] = field(default_factory=dict)
+    """The element type in which a tensor is compared, where the two sides have different ones."""
     not_held: Mapping[str, int] = field(default_factory=dict)
+    """States that only the other side of an export has: state -> number of tensors and scalars."""
 
     def rounded_by(self, plan: Plan) -> Pair:
         """The pair, with what a plan rounded between the two compared in the type it gave it."""

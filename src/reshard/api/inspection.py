@@ -52,33 +52,22 @@ class InertRecord:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What `inspect` finds in a checkpoint.
-
-    Parameters
-    ----------
-    checkpoint
-        The open checkpoint.
-    states
-        Summary of every tensor state, in the order of the files.
-    files
-        Summary of every kind of file.
-    roles
-        Number of parameters of each role.
-    numel
-        Elements of all parameters, each counted once however many states it has.
-    inert
-        Objects among the extras that would have needed code to build.
-    listed
-        The tensors asked for by name.
-    """
+    """What `inspect` finds in a checkpoint."""
 
     checkpoint: Checkpoint
+    """The open checkpoint."""
     states: tuple[StateSummary, ...]
+    """Summary of every tensor state, in the order of the files."""
     files: tuple[FileSummary, ...]
+    """Summary of every kind of file."""
     roles: Mapping[Role, int]
+    """Number of parameters of each role."""
     numel: int
+    """Elements of all parameters, each counted once however many states it has."""
     inert: tuple[InertRecord, ...] = ()
+    """Objects among the extras that would have needed code to build."""
     listed: tuple[StoredTensor, ...] = ()
+    """The tensors asked for by name."""
 
 
 def inspect(

@@ -23,32 +23,22 @@ MASTER = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class PieceRange:
-    """Where one piece of a holder's shard lies in a file.
-
-    Parameters
-    ----------
-    holder
-        Who holds it.
-    index, piece
-        The piece, and its index in the holder's list.
-    file
-        The file of that holder.
-    start, stop
-        First byte, and the byte after the last, from the beginning of the file.
-    run_nbytes
-        Bytes that lie together.
-    runs
-        Number of such runs between `start` and `stop`.
-    """
+    """Where one piece of a holder's shard lies in a file."""
 
     holder: int
+    """Who holds it."""
     index: int
     piece: AffinePiece
+    """The piece, and its index in the holder's list."""
     file: str
+    """The file of that holder."""
     start: int
     stop: int
+    """First byte, and the byte after the last, from the beginning of the file."""
     run_nbytes: int
+    """Bytes that lie together."""
     runs: int
+    """Number of such runs between `start` and `stop`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,22 +29,15 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far a run is.
-
-    Parameters
-    ----------
-    done, total
-        Bytes.
-    fresh
-        Of these, done since the start.
-    seconds
-        Since the start.
-    """
+    """How far a run is."""
 
     done: int
     total: int
+    """Bytes."""
     fresh: int
+    """Of these, done since the start."""
     seconds: float
+    """Since the start."""
 
     @property
     def seconds_left(self) -> float | None:

@@ -33,23 +33,16 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something in an output that is no longer what its manifest says.
-
-    Parameters
-    ----------
-    file
-        Path relative to the output folder.
-    what
-        ``"missing"``, ``"size"``, ``"tensor"``, ``"other bytes"`` (outside the tensors),
-        ``"extra file"``, ``"cannot be read"``.
-    name, state
-        The tensor concerned, for ``"tensor"``.
-    """
+    """Something in an output that is no longer what its manifest says."""
 
     file: str
+    """Path relative to the output folder."""
     what: str
+    """``"missing"``, ``"size"``, ``"tensor"``, ``"other bytes"`` (outside the tensors), ``"extra
+    file"``, ``"cannot be read"``."""
     name: str = ""
     state: str = ""
+    """The tensor concerned, for ``"tensor"``."""
 
     @property
     def said(self) -> str:

@@ -48,32 +48,22 @@ SIDES = ("left", "right")
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor state that the two checkpoints do not share.
-
-    Parameters
-    ----------
-    key
-        `(name, state)`.
-    what
-        ``"only in left"``, ``"only in right"``, ``"shape"``, ``"dtype"`` or ``"values"``.
-    left, right
-        The two shapes, dtypes, or values at the first difference, as text.
-    count, numel
-        Elements that differ, and elements in all.
-    index
-        Where the first difference is, as an index of the logical tensor.
-    largest
-        The largest difference in value; NaN when none can be computed.
-    """
+    """One tensor state that the two checkpoints do not share."""
 
     key: TensorKey
+    """`(name, state)`."""
     what: str
+    """``"only in left"``, ``"only in right"``, ``"shape"``, ``"dtype"`` or ``"values"``."""
     left: str = ""
     right: str = ""
+    """The two shapes, dtypes, or values at the first difference, as text."""
     count: int = 0
     numel: int = 0
+    """Elements that differ, and elements in all."""
     index: tuple[int, ...] = ()
+    """Where the first difference is, as an index of the logical tensor."""
     largest: float = math.nan
+    """The largest difference in value; NaN when none can be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,68 +77,46 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class StateTotal:
-    """One state over all tensors that both sides have.
-
-    Parameters
-    ----------
-    state
-        Name of the state.
-    tensors, differing
-        Tensors compared, and how many of them differ.
-    count
-        Elements that differ.
-    largest
-        The largest difference in value; NaN when there is none.
-    """
+    """One state over all tensors that both sides have."""
 
     state: str
+    """Name of the state."""
     tensors: int
     differing: int
+    """Tensors compared, and how many of them differ."""
     count: int
+    """Elements that differ."""
     largest: float
+    """The largest difference in value; NaN when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What comparing two checkpoints found.
-
-    Parameters
-    ----------
-    tensors
-        Tensor states that both sides have and whose values were compared.
-    nbytes
-        Bytes of them on one side.
-    scalars, extras
-        Scalar states and extras that both sides have.
-    states
-        Totals by state.
-    differences
-        Tensors that differ, by name and state.
-    values
-        Scalars and extras that differ.
-    replicas
-        ``"left"`` or ``"right"`` and copies inside that side that differ from each other.
-    casts
-        Pairs of element types that were compared in the second one, after rounding: how many
-        tensors of each.
-    not_held
-        States that one side leaves out by its nature, so that they were not compared: how many
-        tensors and scalars the other side has of each.
-    changes
-        ``"left"`` or ``"right"`` and what in the files of that side is not as its manifest says.
-    """
+    """What comparing two checkpoints found."""
 
     tensors: int
+    """Tensor states that both sides have and whose values were compared."""
     nbytes: int
+    """Bytes of them on one side."""
     scalars: int
     extras: int
+    """Scalar states and extras that both sides have."""
     states: tuple[StateTotal, ...]
+    """Totals by state."""
     differences: tuple[TensorDifference, ...]
+    """Tensors that differ, by name and state."""
     values: tuple[ValueDifference, ...]
+    """Scalars and extras that differ."""
     replicas: tuple[tuple[str, ReplicaFinding], ...]
+    """``"left"`` or ``"right"`` and copies inside that side that differ from each other."""
     casts: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Pairs of element types that were compared in the second one, after rounding: how many
+    tensors of each."""
     not_held: Mapping[str, int] = field(default_factory=dict)
+    """States that one side leaves out by its nature, so that they were not compared: how many
+    tensors and scalars the other side has of each."""
     changes: tuple[tuple[str, Change], ...] = ()
+    """``"left"`` or ``"right"`` and what in the files of that side is not as its manifest says."""
 
     @property
     def equal(self) -> bool:

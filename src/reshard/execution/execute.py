@@ -63,34 +63,23 @@ Fingerprints = Sequence[tuple[str, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an execution did.
-
-    Parameters
-    ----------
-    destination
-        The output folder.
-    files
-        Files in it.
-    tensors
-        Tensor shards written or kept.
-    kept
-        Of these, how many an interrupted run had finished.
-    nbytes, kept_nbytes
-        Bytes of the output, and of these, tensor bytes that an interrupted run had written.
-    replicas
-        Copies that differ and were let through, by name and state.
-    continued
-        Whether there was an interrupted run, and this one went on from what it had left.
-    """
+    """What an execution did."""
 
     destination: str
+    """The output folder."""
     files: int
+    """Files in it."""
     tensors: int
+    """Tensor shards written or kept."""
     kept: int
+    """Of these, how many an interrupted run had finished."""
     nbytes: int
     kept_nbytes: int
+    """Bytes of the output, and of these, tensor bytes that an interrupted run had written."""
     replicas: tuple[ReplicaFinding, ...]
+    """Copies that differ and were let through, by name and state."""
     continued: bool
+    """Whether there was an interrupted run, and this one went on from what it had left."""
 
 
 @dataclass(frozen=True, slots=True)

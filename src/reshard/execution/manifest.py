@@ -44,23 +44,16 @@ LARGEST_MAP_PIECES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says about an output.
-
-    Parameters
-    ----------
-    files, parts
-        Its bytes.
-    plan, sources
-        The digest of the plan, and `(name, bytes, digest)` of the files it was made from.
-    findings
-        Replicas that differ and were let through.
-    """
+    """What a manifest says about an output."""
 
     files: tuple[ManifestFile, ...]
     parts: tuple[ManifestPart, ...]
+    """Its bytes."""
     plan: str
     sources: tuple[tuple[str, int, str], ...]
+    """The digest of the plan, and `(name, bytes, digest)` of the files it was made from."""
     findings: tuple[ReplicaFinding, ...]
+    """Replicas that differ and were let through."""
 
 
 def manifest_text(

@@ -37,30 +37,20 @@ REFUSE, FIRST, MEAN = "refuse", "first", "mean"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFinding:
-    """Copies of one tensor state that differ.
-
-    Parameters
-    ----------
-    key
-        `(name, state)`.
-    count
-        Elements at which at least one copy differs from the chosen one.
-    first
-        The first of them, as offset in the logical tensor.
-    largest
-        The largest difference in value; NaN when no pair of values can be subtracted.
-    holders
-        The two holders that differ at the first offset.
-    files
-        Where they are kept.
-    """
+    """Copies of one tensor state that differ."""
 
     key: TensorKey
+    """`(name, state)`."""
     count: int
+    """Elements at which at least one copy differs from the chosen one."""
     first: int
+    """The first of them, as offset in the logical tensor."""
     largest: float
+    """The largest difference in value; NaN when no pair of values can be subtracted."""
     holders: tuple[int, ...]
+    """The two holders that differ at the first offset."""
     files: tuple[str, ...]
+    """Where they are kept."""
 
     def joined(self, other: ReplicaFinding) -> ReplicaFinding:
         """Both findings as one; the other is about other elements of the same tensor."""

@@ -23,21 +23,14 @@ from reshard.layouts.builders import row_major_strides
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A flat range of a shard, and the bytes that hold it.
-
-    Parameters
-    ----------
-    region
-        The bytes.
-    start
-        First element, in row-major order of the shard.
-    numel
-        Length in elements.
-    """
+    """A flat range of a shard, and the bytes that hold it."""
 
     region: Region
+    """The bytes."""
     start: int
+    """First element, in row-major order of the shard."""
     numel: int
+    """Length in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +46,10 @@ _Geometry = tuple[ParamAffineMap, tuple[tuple[int, tuple[tuple[int, int], ...]],
 
 @dataclass(frozen=True, slots=True)
 class Assembler:
-    """Composes outer maps with stretches, each geometry once.
-
-    Parameters
-    ----------
-    made
-        Geometry -> composed map.
-    """
+    """Composes outer maps with stretches, each geometry once."""
 
     made: dict[_Geometry, ParamAffineMap] = field(default_factory=dict)
+    """Geometry -> composed map."""
 
     def locate(
         self, name: str, outer: ParamAffineMap, shards: Mapping[int, Sequence[Stretch]]

@@ -86,21 +86,14 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A byte range of a file: the flat shard buffer of one holder.
-
-    Parameters
-    ----------
-    file
-        Path of the file in its byte source (an absolute path for the local one).
-    offset
-        First byte.
-    nbytes
-        Length in bytes.
-    """
+    """A byte range of a file: the flat shard buffer of one holder."""
 
     file: str
+    """Path of the file in its byte source (an absolute path for the local one)."""
     offset: int
+    """First byte."""
     nbytes: int
+    """Length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,32 +119,23 @@ class RoundedCopy:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One state of one parameter, and where each of its elements is stored.
-
-    Parameters
-    ----------
-    name, state
-        Its key.
-    dtype
-        Element type in the files.
-    map
-        From the logical tensor to holders; `map.shard_shapes[h]` is the shape of holder `h`'s
-        buffer.
-    regions
-        Byte range of every holder of the map.
-    role
-        What a trainer uses it for.
-    provenance
-        Where the map came from, in words: ``"stored map"``, ``"one shard a rank"``, a rule, a file.
-    """
+    """One state of one parameter, and where each of its elements is stored."""
 
     name: str
     state: str
+    """Its key."""
     dtype: DType
+    """Element type in the files."""
     map: ParamAffineMap
+    """From the logical tensor to holders; `map.shard_shapes[h]` is the shape of holder `h`'s
+    buffer."""
     regions: Mapping[int, Region]
+    """Byte range of every holder of the map."""
     role: Role = Role.PARAMETER
+    """What a trainer uses it for."""
     provenance: str = ""
+    """Where the map came from, in words: ``"stored map"``, ``"one shard a rank"``, a rule, a
+    file."""
 
     @property
     def key(self) -> TensorKey:
@@ -179,21 +163,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A state that is one number per parameter, such as Adam's `step`.
-
-    Parameters
-    ----------
-    value
-        The number.
-    dtype
-        Element type when the file holds it as a 0-dimensional tensor, None for a Python number.
-    source
-        Where it was kept, in words (``"state of group 0"``, ``"param_groups[1]"``).
-    """
+    """A state that is one number per parameter, such as Adam's `step`."""
 
     value: int | float | bool
+    """The number."""
     dtype: DType | None = None
+    """Element type when the file holds it as a 0-dimensional tensor, None for a Python number."""
     source: str = field(default="", compare=False)
+    """Where it was kept, in words (``"state of group 0"``, ``"param_groups[1]"``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,22 +198,15 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong or notable and does not make the tensors inexact.
-
-    Parameters
-    ----------
-    what
-        One clause.
-    file, parameter
-        Where, when known.
-    next_step
-        What to do about it, when there is something to do.
-    """
+    """Something that is wrong or notable and does not make the tensors inexact."""
 
     what: str
+    """One clause."""
     file: str = ""
     parameter: str = ""
+    """Where, when known."""
     next_step: str = ""
+    """What to do about it, when there is something to do."""
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.file, self.parameter) if part)
@@ -246,84 +216,56 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the checkpoint.
-
-    Parameters
-    ----------
-    path
-        Where it is.
-    nbytes
-        Its size in bytes.
-    kind
-        Its role in words.
-    stamp
-        Device, inode and time of the last change in nanoseconds, as they were before anything was
-        read of it; empty where nobody looked. Bytes that are read later must be of this file.
-    """
+    """A file of the checkpoint."""
 
     path: str
+    """Where it is."""
     nbytes: int
+    """Its size in bytes."""
     kind: str
+    """Its role in words."""
     stamp: tuple[int, ...] = field(default=(), compare=False)
+    """Device, inode and time of the last change in nanoseconds, as they were before anything was
+    read of it; empty where nobody looked. Bytes that are read later must be of this file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that a checkpoint holds, independent of its format.
-
-    Parameters
-    ----------
-    format
-        Name of the format: ``"deepspeed"``, ``"universal"``, …
-    path
-        The folder that was opened.
-    topology
-        Degrees it was saved under.
-    tensors
-        Every tensor by `(name, state)`, in the order of the files.
-    scalars
-        Every scalar state by `(name, state)`.
-    aliases
-        Names that are the same parameter as another (tied weights): alias -> owner.
-    extras
-        What is not a tensor of the model, by key.
-    versions
-        Versions the files state about themselves (``"deepspeed"``, ``"universal"``, …).
-    files
-        The files it is made of.
-    problems
-        What the reader found wrong.
-    copies
-        Where the model's own weights must be the masters rounded, for whoever reads bytes.
-    contradictions
-        What the files say against each other, as errors; the user may accept it (`soundness`).
-    unproved
-        What the files leave open of whether they are of one save; it is told, and in no way.
-    cuts
-        How the source cut parameters over its tensor ranks, by name, where the user stated that.
-    is_export
-        Whether it is of a format that holds what is used when training is over: some states,
-        perhaps rounded, and nothing of the optimizer's beside them.
-    listing
-        What the manifest of the folder lists, where reshard wrote it.
-    """
+    """Everything that a checkpoint holds, independent of its format."""
 
     format: str
+    """Name of the format: ``"deepspeed"``, ``"universal"``, …"""
     path: str
+    """The folder that was opened."""
     topology: Topology
+    """Degrees it was saved under."""
     tensors: Mapping[TensorKey, StoredTensor]
+    """Every tensor by `(name, state)`, in the order of the files."""
     scalars: Mapping[TensorKey, Scalar] = field(default_factory=dict)
+    """Every scalar state by `(name, state)`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names that are the same parameter as another (tied weights): alias -> owner."""
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    """What is not a tensor of the model, by key."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions the files state about themselves (``"deepspeed"``, ``"universal"``, …)."""
     files: tuple[SourceFile, ...] = ()
+    """The files it is made of."""
     problems: tuple[Problem, ...] = ()
+    """What the reader found wrong."""
     copies: tuple[RoundedCopy, ...] = ()
+    """Where the model's own weights must be the masters rounded, for whoever reads bytes."""
     contradictions: tuple[CheckpointError, ...] = ()
+    """What the files say against each other, as errors; the user may accept it (`soundness`)."""
     unproved: tuple[Problem, ...] = ()
+    """What the files leave open of whether they are of one save; it is told, and in no way."""
     cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
+    """How the source cut parameters over its tensor ranks, by name, where the user stated that."""
     is_export: bool = False
+    """Whether it is of a format that holds what is used when training is over: some states,
+    perhaps rounded, and nothing of the optimizer's beside them."""
     listing: Listing | None = field(default=None, repr=False, compare=False)
+    """What the manifest of the folder lists, where reshard wrote it."""
 
     @property
     def names(self) -> tuple[str, ...]:

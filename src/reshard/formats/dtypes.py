@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 class DType:
     """An element type.
 
-    Parameters
-    ----------
-    name
-        Name without the ``torch.`` prefix, for example ``"bfloat16"``.
-    itemsize
-        Size of one element in bytes (of one byte that packs several for sub-byte types).
-    storage_class
-        Name of the torch storage class, for example ``"BFloat16Storage"``; ``None`` for dtypes
-        that torch keeps in an ``UntypedStorage``.
-    is_floating
-        Whether torch calls it floating point (complex types are not).
-
     Examples
     --------
     >>> DType.named("bfloat16").itemsize
@@ -46,9 +34,14 @@ class DType:
     """
 
     name: str
+    """Name without the ``torch.`` prefix, for example ``"bfloat16"``."""
     itemsize: int
+    """Size of one element in bytes (of one byte that packs several for sub-byte types)."""
     storage_class: str | None
+    """Name of the torch storage class, for example ``"BFloat16Storage"``; ``None`` for dtypes
+    that torch keeps in an ``UntypedStorage``."""
     is_floating: bool
+    """Whether torch calls it floating point (complex types are not)."""
 
     @staticmethod
     def named(name: str) -> DType:

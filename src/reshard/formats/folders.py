@@ -36,27 +36,18 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class TagFolder:
-    """A resolved checkpoint folder.
-
-    Parameters
-    ----------
-    path
-        The tag folder, absolute.
-    tag
-        Its name.
-    pointer
-        The pointer file that named it, None when the user did.
-    also
-        Further folders that hold ranks of the same checkpoint, absolute.
-    named
-        Name of the file that the user named in it, None when they named a folder.
-    """
+    """A resolved checkpoint folder."""
 
     path: Path
+    """The tag folder, absolute."""
     tag: str
+    """Its name."""
     pointer: str | None = None
+    """The pointer file that named it, None when the user did."""
     also: tuple[Path, ...] = ()
+    """Further folders that hold ranks of the same checkpoint, absolute."""
     named: str | None = None
+    """Name of the file that the user named in it, None when they named a folder."""
 
     def listing(self) -> dict[str, list[Path]]:
         """Every file of the folder and of the `also` folders, by name."""

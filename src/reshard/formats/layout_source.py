@@ -48,26 +48,18 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class GovernedMap:
-    """A map, and what it comes from.
-
-    Parameters
-    ----------
-    map
-        From the logical tensor to tensor-parallel ranks. It may leave elements of shards out, which
-        are then not read (rows that only pad a vocabulary), but none of the logical tensor.
-    provenance
-        Its source in words.
-    restore_keys
-        Keys that a universal loader without a map of its own needs beside the tensor (`cat_dim`
-        and others).
-    padded
-        The map of the tensor with its padding, None when it has none.
-    """
+    """A map, and what it comes from."""
 
     map: ParamAffineMap
+    """From the logical tensor to tensor-parallel ranks. It may leave elements of shards out,
+    which are then not read (rows that only pad a vocabulary), but none of the logical tensor."""
     provenance: str
+    """Its source in words."""
     restore_keys: Mapping[str, object] = field(default_factory=dict)
+    """Keys that a universal loader without a map of its own needs beside the tensor (`cat_dim`
+    and others)."""
     padded: ParamAffineMap | None = None
+    """The map of the tensor with its padding, None when it has none."""
 
     @property
     def whole(self) -> ParamAffineMap:
@@ -153,27 +145,18 @@ class OneShard(LayoutSource):
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Sources of layouts, asked in turn.
-
-    Parameters
-    ----------
-    sources
-        Who is asked first stands first.
-    degree
-        Number of tensor ranks.
-    file
-        The file that the sources of the checkpoint come from, for messages.
-    notes
-        What is taken for granted about parameters.
-    shapes
-        Parameter -> model-parallel rank -> shape of the shard, for messages.
-    """
+    """Sources of layouts, asked in turn."""
 
     sources: tuple[LayoutSource, ...] = ()
+    """Who is asked first stands first."""
     degree: int = 1
+    """Number of tensor ranks."""
     file: str = ""
+    """The file that the sources of the checkpoint come from, for messages."""
     notes: tuple[str, ...] = ()
+    """What is taken for granted about parameters."""
     shapes: Mapping[str, Mapping[int, Shape]] = field(default_factory=dict)
+    """Parameter -> model-parallel rank -> shape of the shard, for messages."""
 
     def map_of(self, name: str, shards: Mapping[int, Shape]) -> GovernedMap | None:
         """The first source that knows the parameter decides."""

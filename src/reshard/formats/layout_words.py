@@ -50,19 +50,13 @@ Rule = Callable[[Shards, int], ParamAffineMap]
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word of the language.
-
-    Parameters
-    ----------
-    read
-        Reads its fields into a rule.
-    required, optional
-        Names of the fields.
-    """
+    """One word of the language."""
 
     read: Callable[[Cursor], Rule]
+    """Reads its fields into a rule."""
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    """Names of the fields."""
 
 
 def read_rule(word: str, fields: Cursor) -> Rule:

@@ -82,21 +82,14 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a manifest lists, by the paths at which the files of the folder are now.
-
-    Parameters
-    ----------
-    files
-        The files that are there.
-    parts
-        The tensors in each, ascending by offset.
-    lost
-        What is not there.
-    """
+    """What a manifest lists, by the paths at which the files of the folder are now."""
 
     files: Mapping[str, ManifestFile]
+    """The files that are there."""
     parts: Mapping[str, tuple[ManifestPart, ...]]
+    """The tensors in each, ascending by offset."""
     lost: tuple[Loss, ...] = ()
+    """What is not there."""
 
 
 def changed(what: str, file: str, part: ManifestPart | None = None) -> CheckpointError:

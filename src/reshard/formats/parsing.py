@@ -36,15 +36,6 @@ def shown(value: object) -> str:
 class Cursor:
     """A value in a foreign tree, and where it is.
 
-    Parameters
-    ----------
-    value
-        The value itself.
-    file
-        The file the tree came from.
-    path
-        Keys and indices from the root to the value.
-
     Examples
     --------
     >>> Cursor({"a": [1, 2]}, "x.pt").at("a").at(1).integer()
@@ -55,8 +46,11 @@ class Cursor:
     """
 
     value: object
+    """The value itself."""
     file: str
+    """The file the tree came from."""
     path: str = ""
+    """Keys and indices from the root to the value."""
 
     def at(self, key: str | int) -> Cursor:
         """The value under a key or index, which must be there."""

@@ -162,13 +162,6 @@ def _unbounded(pattern: str, file: str, found: str) -> LayoutError:
 class PatternTable(Generic[Entry]):
     """Entries by pattern, in an order that counts.
 
-    Parameters
-    ----------
-    texts
-        The patterns as written.
-    entries
-        What each stands for.
-
     Examples
     --------
     >>> table = PatternTable.of([("^a$", 1), ("a|b", 2), ("^a$", 3)], "a file")
@@ -177,7 +170,9 @@ class PatternTable(Generic[Entry]):
     """
 
     texts: tuple[str, ...] = ()
+    """The patterns as written."""
     entries: tuple[Entry, ...] = ()
+    """What each stands for."""
     _literal: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _general: tuple[tuple[int, BoundedPattern], ...] = field(default=(), repr=False)
 

@@ -31,21 +31,14 @@ TIED = "tied_modules."
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayer:
-    """A layer that has files.
-
-    Parameters
-    ----------
-    number
-        Its place in the pipeline.
-    owner
-        How names of its tensors begin: its number, or the tied module that it shares.
-    tensors
-        Names that are local to the layer, in the order of its file, and their element types.
-    """
+    """A layer that has files."""
 
     number: int
+    """Its place in the pipeline."""
     owner: str
+    """How names of its tensors begin: its number, or the tied module that it shares."""
     tensors: Mapping[str, DType]
+    """Names that are local to the layer, in the order of its file, and their element types."""
 
     def name(self, local: str) -> str:
         """The name of one of its tensors in the model."""
@@ -54,18 +47,12 @@ class PipelineLayer:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """What one stage has.
-
-    Parameters
-    ----------
-    groups
-        Names of its trained parameters by optimizer group, in the order of the flat buffer.
-    buffers
-        Names of its buffers.
-    """
+    """What one stage has."""
 
     groups: tuple[tuple[str, ...], ...]
+    """Names of its trained parameters by optimizer group, in the order of the flat buffer."""
     buffers: frozenset[str]
+    """Names of its buffers."""
 
     def names(self) -> Iterator[str]:
         """Every name: trained parameters in their order, then buffers."""

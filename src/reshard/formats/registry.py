@@ -53,24 +53,16 @@ Chosen = TypeVar("Chosen", bound=WriteOptions)
 
 @dataclass(frozen=True, slots=True)
 class Writer(Generic[Chosen]):
-    """How a format is written, and what may be chosen about it.
-
-    Parameters
-    ----------
-    options
-        Type of the options.
-    lay_out
-        Says what the files will be: from checkpoint, name of the output folder, and options.
-    default
-        The options when the user gives none; None when some must be given.
-    states
-        The states that are carried when the user names none; empty for all.
-    """
+    """How a format is written, and what may be chosen about it."""
 
     options: type[Chosen]
+    """Type of the options."""
     lay_out: Callable[[Checkpoint, str, Chosen], Laid]
+    """Says what the files will be: from checkpoint, name of the output folder, and options."""
     default: Chosen | None = None
+    """The options when the user gives none; None when some must be given."""
     states: tuple[str, ...] = ()
+    """The states that are carried when the user names none; empty for all."""
 
     def chosen(self, to: str, given: WriteOptions | None) -> Chosen:
         """Return the options to write with; those of another format are refused."""
@@ -91,30 +83,20 @@ class Writer(Generic[Chosen]):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One entry of the table.
-
-    Parameters
-    ----------
-    name
-        As the user writes it after ``--to``.
-    recognises
-        Whether a tag folder is of this format.
-    read
-        The reader.
-    writer
-        The writer, None when the format is read only.
-    survey
-        Opens every file by itself and collects what is wrong, None where only the reader knows.
-    is_cut
-        Whether tensors may be cut over tensor ranks, so that their layout can be stated.
-    """
+    """One entry of the table."""
 
     name: str
+    """As the user writes it after ``--to``."""
     recognises: Callable[[TagFolder], bool]
+    """Whether a tag folder is of this format."""
     read: Callable[[TagFolder, StatedLayouts | None, ReadOptions | None], Checkpoint]
+    """The reader."""
     writer: Writer[Any] | None = None
+    """The writer, None when the format is read only."""
     survey: Callable[[TagFolder], Survey] | None = None
+    """Opens every file by itself and collects what is wrong, None where only the reader knows."""
     is_cut: bool = False
+    """Whether tensors may be cut over tensor ranks, so that their layout can be stated."""
 
 
 def _is_universal(folder: TagFolder) -> bool:

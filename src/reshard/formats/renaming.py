@@ -40,15 +40,6 @@ class Rule:
 class Renaming:
     r"""Rules and a table, which is applied first.
 
-    Parameters
-    ----------
-    rules
-        In the order in which they are applied.
-    table
-        Whole names, old -> new.
-    table_file
-        Where the table is from, for messages.
-
     Examples
     --------
     >>> renaming = renaming_of([r"^module\.=", r"h\.(\d+)=layers.\1"])
@@ -57,8 +48,11 @@ class Renaming:
     """
 
     rules: tuple[Rule, ...] = ()
+    """In the order in which they are applied."""
     table: Mapping[str, str] = field(default_factory=dict)
+    """Whole names, old -> new."""
     table_file: str = ""
+    """Where the table is from, for messages."""
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.table)

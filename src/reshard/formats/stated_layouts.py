@@ -54,49 +54,32 @@ LARGEST_FILE = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedRule:
-    r"""One entry of the file.
-
-    Parameters
-    ----------
-    text
-        The pattern as written.
-    pattern
-        Matches from the start of a name; ends with `\Z` where it must match all of it.
-    word
-        The layout, for messages.
-    rule
-        From shapes of shards to the map.
-    cut
-        From the shape of a parameter to the map of a target.
-    vocabulary_size
-        Rows of dim 0 that count, None when all do.
-    """
+    r"""One entry of the file."""
 
     text: str
+    """The pattern as written."""
     pattern: re.Pattern[str]
+    r"""Matches from the start of a name; ends with `\Z` where it must match all of it."""
     word: str
+    """The layout, for messages."""
     rule: Rule
+    """From shapes of shards to the map."""
     cut: CutRule
+    """From the shape of a parameter to the map of a target."""
     vocabulary_size: int | None = None
+    """Rows of dim 0 that count, None when all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatedLayouts(LayoutSource):
-    """All rules of a file.
-
-    Parameters
-    ----------
-    rules
-        The entries.
-    waived
-        Patterns and names to which no objection is made.
-    file
-        The file.
-    """
+    """All rules of a file."""
 
     rules: tuple[StatedRule, ...]
+    """The entries."""
     waived: frozenset[str] = frozenset()
+    """Patterns and names to which no objection is made."""
     file: str = ""
+    """The file."""
 
     def _matching(self, name: str) -> list[StatedRule]:
         return [rule for rule in self.rules if rule.pattern.match(name)]

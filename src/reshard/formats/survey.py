@@ -37,53 +37,35 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file of a rank, there or not.
-
-    Parameters
-    ----------
-    kind
-        What it holds, in words.
-    dp, mp
-        Data-parallel and model-parallel rank of its writer; None where a kind has no such axis.
-    presence
-        Whether it is there, and should be.
-    file
-        Its path, or the path where it is missed.
-    nbytes
-        Its size.
-    """
+    """A file of a rank, there or not."""
 
     kind: str
+    """What it holds, in words."""
     dp: int | None
     mp: int | None
+    """Data-parallel and model-parallel rank of its writer; None where a kind has no such axis."""
     presence: Presence
+    """Whether it is there, and should be."""
     file: str
+    """Its path, or the path where it is missed."""
     nbytes: int = 0
+    """Its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a survey found.
-
-    Parameters
-    ----------
-    files
-        Every file of a rank, and those that are missed.
-    problems
-        What is wrong, each with what to do.
-    topology
-        The degrees that most files state, None when none says.
-    whole
-        Whether a reader can be asked for the rest.
-    states_layouts
-        Whether the files say how parameters are cut over tensor-parallel ranks, or need not.
-    """
+    """What a survey found."""
 
     files: tuple[RankFile, ...] = ()
+    """Every file of a rank, and those that are missed."""
     problems: tuple[Problem, ...] = ()
+    """What is wrong, each with what to do."""
     topology: Topology | None = None
+    """The degrees that most files state, None when none says."""
     whole: bool = True
+    """Whether a reader can be asked for the rest."""
     states_layouts: bool = True
+    """Whether the files say how parameters are cut over tensor-parallel ranks, or need not."""
 
 
 @dataclass(slots=True)

@@ -22,31 +22,21 @@ from reshard.geometry import ParamAffineMap
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One tensor state inside a slot.
-
-    Parameters
-    ----------
-    key
-        Which tensor state of the source.
-    dtype
-        Element type in the slot; the planner refuses it when it differs from the source's, unless
-        ``cast`` is set.
-    map
-        Target map `M_t` from the logical tensor.
-    rank
-        The rank of `map` whose shard lies here.
-    offset
-        First byte of that shard inside the slot.
-    cast
-        Whether floating-point elements are rounded to ``dtype``, to nearest, ties to even.
-    """
+    """One tensor state inside a slot."""
 
     key: TensorKey
+    """Which tensor state of the source."""
     dtype: DType
+    """Element type in the slot; the planner refuses it when it differs from the source's, unless
+    ``cast`` is set."""
     map: ParamAffineMap
+    """Target map `M_t` from the logical tensor."""
     rank: int
+    """The rank of `map` whose shard lies here."""
     offset: int = 0
+    """First byte of that shard inside the slot."""
     cast: bool = False
+    """Whether floating-point elements are rounded to ``dtype``, to nearest, ties to even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,67 +44,43 @@ class Slot:
     """A byte range of an output file that holds tensor elements.
 
     Bytes that no fill covers are written as zeros.
-
-    Parameters
-    ----------
-    offset
-        First byte of the slot in its file.
-    nbytes
-        Length in bytes.
-    fills
-        The tensors in it; their byte ranges do not overlap.
-    crc_offsets
-        Places in the file where the slot's CRC-32 goes, four bytes little-endian each.
     """
 
     offset: int
+    """First byte of the slot in its file."""
     nbytes: int
+    """Length in bytes."""
     fills: tuple[Fill, ...]
+    """The tensors in it; their byte ranges do not overlap."""
     crc_offsets: tuple[int, ...] = ()
+    """Places in the file where the slot's CRC-32 goes, four bytes little-endian each."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to be.
-
-    Parameters
-    ----------
-    path
-        Path relative to the output folder, with forward slashes.
-    size
-        Length in bytes.
-    literals
-        `(offset, bytes)` of everything that is known before any tensor byte is read.
-    slots
-        The byte ranges to fill, ascending, disjoint from each other and from the literals.
-    """
+    """One file to be."""
 
     path: str
+    """Path relative to the output folder, with forward slashes."""
     size: int
+    """Length in bytes."""
     literals: tuple[tuple[int, bytes], ...]
+    """`(offset, bytes)` of everything that is known before any tensor byte is read."""
     slots: tuple[Slot, ...] = ()
+    """The byte ranges to fill, ascending, disjoint from each other and from the literals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A whole output.
-
-    Parameters
-    ----------
-    format
-        Name of the format that will be written.
-    files
-        All files inside the output folder.
-    pointer
-        `(file name, text)` of the pointer file beside the output folder, written last, or None.
-    notes
-        What the user should know: what was left out, and why.
-    topology
-        The degrees that it is written for, None where it is the same for all.
-    """
+    """A whole output."""
 
     format: str
+    """Name of the format that will be written."""
     files: tuple[OutputFile, ...]
+    """All files inside the output folder."""
     pointer: tuple[str, str] | None = None
+    """`(file name, text)` of the pointer file beside the output folder, written last, or None."""
     notes: tuple[str, ...] = ()
+    """What the user should know: what was left out, and why."""
     topology: Topology | None = None
+    """The degrees that it is written for, None where it is the same for all."""

@@ -23,18 +23,12 @@ Shares = dict[Locations, dict[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What the source ranks of a plan give, and the least that the busiest could give.
-
-    Parameters
-    ----------
-    loads
-        Elements that each source rank gives, ``(rank, elements)``, ranks ascending.
-    bound
-        No choice of replicas lets the busiest rank give fewer elements than this.
-    """
+    """What the source ranks of a plan give, and the least that the busiest could give."""
 
     loads: tuple[tuple[int, int], ...]
+    """Elements that each source rank gives, ``(rank, elements)``, ranks ascending."""
     bound: int
+    """No choice of replicas lets the busiest rank give fewer elements than this."""
 
     @property
     def busiest(self) -> int:

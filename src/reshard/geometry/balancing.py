@@ -36,28 +36,20 @@ def _all_of_them(locations: Locations, _target_rank: int) -> Locations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What a target wants of a source, cut into parts by who may give them.
-
-    Parameters
-    ----------
-    target, source
-        The maps.
-    held
-        What the source ranks hold.
-    parts, place
-        The parts of the target pieces, near ``F``, and the set of source holders of each, as an
-        index into ``held.holders``.
-    givers, choice
-        The distinct sets of ranks that may give, and the set of each part.
-    """
+    """What a target wants of a source, cut into parts by who may give them."""
 
     target: ParamAffineMap
     source: ParamAffineMap
+    """The maps."""
     held: PieceTable
+    """What the source ranks hold."""
     parts: PieceTable
     place: Ints
+    """The parts of the target pieces, near ``F``, and the set of source holders of each, as an
+    index into ``held.holders``."""
     givers: tuple[Locations, ...]
     choice: Ints
+    """The distinct sets of ranks that may give, and the set of each part."""
 
     @classmethod
     def of(

@@ -38,25 +38,17 @@ MOST_BOXES = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
-    """Boxes of one grid as columns.
-
-    Parameters
-    ----------
-    lo, hi
-        Digit intervals, shape ``(boxes, digits)``, innermost digit first, half-open.
-    far
-        Far offset of the lowest corner, shape ``(boxes,)``.
-    far_stride
-        Far stride of each digit, shape ``(boxes, digits)``.
-    row
-        The row of the link table that each box was cut from.
-    """
+    """Boxes of one grid as columns."""
 
     lo: Ints
     hi: Ints
+    """Digit intervals, shape ``(boxes, digits)``, innermost digit first, half-open."""
     far: Ints
+    """Far offset of the lowest corner, shape ``(boxes,)``."""
     far_stride: Ints
+    """Far stride of each digit, shape ``(boxes, digits)``."""
     row: Ints
+    """The row of the link table that each box was cut from."""
 
     def __len__(self) -> int:
         return len(self.far)

@@ -31,20 +31,14 @@ MOST_MEETINGS = 1 << 21
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Blocks that pairs of links share.
-
-    Parameters
-    ----------
-    link
-        Each block seen from the far sides: near is the far space of the first link, far that of
-        the second.
-    first, second
-        The rows of the two tables that it is of.
-    """
+    """Blocks that pairs of links share."""
 
     link: LinkTable
+    """Each block seen from the far sides: near is the far space of the first link, far that of
+    the second."""
     first: Ints
     second: Ints
+    """The rows of the two tables that it is of."""
 
     def take(self, index: Ints) -> Matches:
         """Return some of the blocks."""

@@ -28,19 +28,6 @@ from reshard.geometry.notation import block_text, ranks_text
 class AffinePiece:
     """One strided block of a parameter: where it sits in ``F``, where in a shard, who holds it.
 
-    Parameters
-    ----------
-    shape
-        Extents of the block, in elements; may be empty (0-dimensional) or contain 0.
-    source_offset, source_strides
-        Place in the logical tensor, in elements.
-    dest_offset, dest_strides
-        Place in the holder's shard, in elements.
-    locations
-        Every rank that holds these elements, in any order.
-    scale
-        Finite non-zero factor, ``shard = F * scale``.
-
     Raises
     ------
     InvalidMapError
@@ -57,12 +44,17 @@ class AffinePiece:
     """
 
     shape: tuple[int, ...]
+    """Extents of the block, in elements; may be empty (0-dimensional) or contain 0."""
     source_offset: int
     source_strides: tuple[int, ...]
+    """Place in the logical tensor, in elements."""
     dest_offset: int
     dest_strides: tuple[int, ...]
+    """Place in the holder's shard, in elements."""
     locations: tuple[int, ...]
+    """Every rank that holds these elements, in any order."""
     scale: float = 1.0
+    """Finite non-zero factor, ``shard = F * scale``."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__

@@ -24,30 +24,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceTable:
-    """The non-empty pieces of a map.
-
-    Parameters
-    ----------
-    rank
-        The rank that each piece belongs to.
-    index
-        Its place in that rank's list of pieces.
-    link
-        Where it is: near ``F``, far the shard.
-    scale
-        Its factor.
-    place
-        Its set of locations, as an index into ``holders``.
-    holders
-        The distinct sets of locations, each ascending.
-    """
+    """The non-empty pieces of a map."""
 
     rank: Ints
+    """The rank that each piece belongs to."""
     index: Ints
+    """Its place in that rank's list of pieces."""
     link: LinkTable
+    """Where it is: near ``F``, far the shard."""
     scale: Floats
+    """Its factor."""
     place: Ints
+    """Its set of locations, as an index into ``holders``."""
     holders: tuple[tuple[int, ...], ...]
+    """The distinct sets of locations, each ascending."""
 
     def __len__(self) -> int:
         return len(self.rank)

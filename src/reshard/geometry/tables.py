@@ -22,21 +22,15 @@ from reshard.geometry.ordering import Ints, beside, classes_of, expanded, rows_o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkTable:
-    """Links as columns.
-
-    Parameters
-    ----------
-    near, far
-        Offsets, shape ``(rows,)``.
-    extent, near_stride, far_stride
-        Dimensions, shape ``(rows, dims)``, by columns; unused ones have extent 1.
-    """
+    """Links as columns."""
 
     near: Ints
     far: Ints
+    """Offsets, shape ``(rows,)``."""
     extent: Ints
     near_stride: Ints
     far_stride: Ints
+    """Dimensions, shape ``(rows, dims)``, by columns; unused ones have extent 1."""
 
     def __len__(self) -> int:
         return len(self.near)

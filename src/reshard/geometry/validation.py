@@ -37,27 +37,18 @@ from reshard.geometry.tables import LinkTable, apart, folding_rows
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A map under proof.
-
-    Parameters
-    ----------
-    total
-        Number of elements of ``F``.
-    shapes
-        Shard shape of every rank.
-    table
-        Its non-empty pieces.
-    parameter
-        Its name, for messages.
-    partial
-        Whether holes in ``F`` and in shards are accepted.
-    """
+    """A map under proof."""
 
     total: int
+    """Number of elements of ``F``."""
     shapes: Mapping[int, tuple[int, ...]]
+    """Shard shape of every rank."""
     table: PieceTable
+    """Its non-empty pieces."""
     parameter: str | None
+    """Its name, for messages."""
     partial: bool
+    """Whether holes in ``F`` and in shards are accepted."""
 
     def piece(self, row: int) -> AffinePiece:
         """Return the piece of a row, for a message."""

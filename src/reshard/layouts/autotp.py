@@ -37,24 +37,17 @@ FEED_FORWARD = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """What AutoTP takes from a model's configuration.
-
-    Parameters
-    ----------
-    kv_heads
-        Number of key/value heads; of query heads where the model knows no other. None when unknown.
-    heads
-        Number of query heads.
-    hidden
-        Width of the hidden state.
-    grain
-        `tp_grain_size`: parts are multiples of it where heads do not decide.
-    """
+    """What AutoTP takes from a model's configuration."""
 
     kv_heads: int | None = None
+    """Number of key/value heads; of query heads where the model knows no other. None when
+    unknown."""
     heads: int | None = None
+    """Number of query heads."""
     hidden: int | None = None
+    """Width of the hidden state."""
     grain: int = 1
+    """`tp_grain_size`: parts are multiples of it where heads do not decide."""
 
 
 def follows_heads(layer: str | None) -> bool:
@@ -133,15 +126,6 @@ TWO_RULES = "whether heads decide about its parts is open: its name says both"
 class Widths:
     """How wide the parts of one layer are at one degree.
 
-    Parameters
-    ----------
-    degree
-        Number of ranks.
-    numbers
-        What decides the widths.
-    layers
-        The names by which AutoTP may know the layer.
-
     Examples
     --------
     >>> Widths.of_parameter("layers.0.self_attn.k_proj.weight", 4, ModelNumbers(kv_heads=2)).of(16)
@@ -154,8 +138,11 @@ class Widths:
     """
 
     degree: int
+    """Number of ranks."""
     numbers: ModelNumbers
+    """What decides the widths."""
     layers: tuple[str, ...]
+    """The names by which AutoTP may know the layer."""
 
     @classmethod
     def of_parameter(cls, name: str, degree: int, numbers: ModelNumbers) -> Widths:

@@ -41,13 +41,6 @@ PLACEMENT_VERSION = 1
 class ExpertPlacement:
     """A placement that satisfies every rule.
 
-    Parameters
-    ----------
-    num_experts
-        Number of experts of the layer.
-    experts_by_rank
-        For each rank of the expert-parallel group its experts, in the order of its shard.
-
     Raises
     ------
     LayoutError
@@ -61,7 +54,9 @@ class ExpertPlacement:
     """
 
     num_experts: int
+    """Number of experts of the layer."""
     experts_by_rank: tuple[tuple[int, ...], ...]
+    """For each rank of the expert-parallel group its experts, in the order of its shard."""
 
     def __post_init__(self) -> None:
         if not _is_count(self.num_experts) or self.num_experts < 1 or not self.experts_by_rank:

@@ -28,27 +28,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FlatFragment:
-    """The part of one shard that one partition holds; all numbers in elements.
-
-    Parameters
-    ----------
-    index
-        Position of the shard in its group.
-    partition
-        Which partition holds it.
-    shard_start
-        First element, in row-major order of the shard.
-    partition_start
-        Where that element lies in the partition.
-    numel
-        Length of the range, at least 1.
-    """
+    """The part of one shard that one partition holds; all numbers in elements."""
 
     index: int
+    """Position of the shard in its group."""
     partition: int
+    """Which partition holds it."""
     shard_start: int
+    """First element, in row-major order of the shard."""
     partition_start: int
+    """Where that element lies in the partition."""
     numel: int
+    """Length of the range, at least 1."""
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

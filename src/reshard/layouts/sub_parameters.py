@@ -32,25 +32,17 @@ Extents = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a stored weight is seen for cutting.
-
-    Parameters
-    ----------
-    extents
-        One extent a dim, :data:`UNKNOWN` where it follows; at the partition dim the sum of the
-        sub-parameters, or :data:`UNKNOWN`.
-    partition_dim
-        The dim of the view that is cut.
-    sizes
-        Extents of the sub-parameters along it; None when only their number is known.
-    count
-        Number of equal sub-parameters where `sizes` is None.
-    """
+    """How a stored weight is seen for cutting."""
 
     extents: Extents
+    """One extent a dim, :data:`UNKNOWN` where it follows; at the partition dim the sum of the
+    sub-parameters, or :data:`UNKNOWN`."""
     partition_dim: int
+    """The dim of the view that is cut."""
     sizes: Extents | None = None
+    """Extents of the sub-parameters along it; None when only their number is known."""
     count: int = 1
+    """Number of equal sub-parameters where `sizes` is None."""
 
     @classmethod
     def of(cls, entries: Sequence[int | Sequence[int]], partition_dim: int) -> View:

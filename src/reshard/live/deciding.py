@@ -34,22 +34,15 @@ Cost = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """What is to be done for one state of one parameter.
-
-    Parameters
-    ----------
-    key
-        Name and state.
-    source_dtype, dtype
-        Element type of the source, and of the target, which is that on the wire.
-    plan
-        The copies between the ranks' memories.
-    """
+    """What is to be done for one state of one parameter."""
 
     key: TensorKey
+    """Name and state."""
     source_dtype: str
     dtype: str
+    """Element type of the source, and of the target, which is that on the wire."""
     plan: TransferPlan
+    """The copies between the ranks' memories."""
 
     @property
     def itemsize(self) -> int:
@@ -73,24 +66,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """All moves, and the bounds that no other choice beats.
-
-    Parameters
-    ----------
-    moves
-        One for each tensor of the target.
-    least_bytes
-        Bytes that must be sent whatever is chosen: what ranks want and have not got.
-    least_busiest
-        Bytes that the busiest rank must send, of all choices that send no more than that.
-    left_behind
-        Tensors of the source that nobody wants.
-    """
+    """All moves, and the bounds that no other choice beats."""
 
     moves: tuple[Move, ...]
+    """One for each tensor of the target."""
     least_bytes: int
+    """Bytes that must be sent whatever is chosen: what ranks want and have not got."""
     least_busiest: int
+    """Bytes that the busiest rank must send, of all choices that send no more than that."""
     left_behind: int
+    """Tensors of the source that nobody wants."""
 
 
 def own_rank_free(source: int, target: int) -> float:

@@ -49,22 +49,15 @@ class Side:
 
 @dataclass(slots=True)
 class Exchange:
-    """A plan being carried out on one rank.
-
-    Parameters
-    ----------
-    plan
-        The same on all ranks.
-    transport
-        The group.
-    source, target
-        This rank's memory on both sides.
-    """
+    """A plan being carried out on one rank."""
 
     plan: LivePlan
+    """The same on all ranks."""
     transport: Transport
+    """The group."""
     source: Memory
     target: Memory
+    """This rank's memory on both sides."""
     sent_bytes: int = 0
     _staging: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 

@@ -29,21 +29,14 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was done.
-
-    Parameters
-    ----------
-    plan
-        What was planned.
-    peaks
-        Bytes of states and staging that each rank had at most at any moment.
-    sent_bytes
-        Bytes of messages that this rank really sent, without their digests.
-    """
+    """What was done."""
 
     plan: LivePlan
+    """What was planned."""
     peaks: tuple[int, ...]
+    """Bytes of states and staging that each rank had at most at any moment."""
     sent_bytes: int
+    """Bytes of messages that this rank really sent, without their digests."""
 
     def explain(self) -> str:
         """Return the plan and the peaks in words and figures."""

@@ -39,24 +39,16 @@ Block = tuple[int, Link, float]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tensors that move together.
-
-    Parameters
-    ----------
-    moves
-        Their numbers.
-    message_bytes
-        The largest message.
-    pair_bytes
-        Bytes that each pair of different ranks exchanges.
-    rounds
-        Who sends to whom, and how often.
-    """
+    """Tensors that move together."""
 
     moves: tuple[int, ...]
+    """Their numbers."""
     message_bytes: int
+    """The largest message."""
     pair_bytes: Mapping[Pair, int]
+    """Bytes that each pair of different ranks exchanges."""
     rounds: tuple[Rounds, ...]
+    """Who sends to whom, and how often."""
 
     @property
     def messages(self) -> dict[Pair, int]:
@@ -66,24 +58,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LivePlan:
-    """What is going to happen, on all ranks.
-
-    Parameters
-    ----------
-    size
-        Number of ranks of the group.
-    decision
-        The moves, with the bounds on what is sent.
-    windows
-        In order.
-    budget
-        Bytes of staging that a rank may use.
-    """
+    """What is going to happen, on all ranks."""
 
     size: int
+    """Number of ranks of the group."""
     decision: Decision
+    """The moves, with the bounds on what is sent."""
     windows: tuple[Window, ...]
+    """In order."""
     budget: int
+    """Bytes of staging that a rank may use."""
 
     @property
     def moves(self) -> tuple[Move, ...]:

@@ -19,18 +19,12 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Equal rounds that follow one another.
-
-    Parameters
-    ----------
-    count
-        How many.
-    pairs
-        Who sends to whom in each of them, by sender.
-    """
+    """Equal rounds that follow one another."""
 
     count: int
+    """How many."""
     pairs: Mapping[int, int]
+    """Who sends to whom in each of them, by sender."""
 
 
 def largest_degree(messages: Mapping[Pair, int]) -> int:

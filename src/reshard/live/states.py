@@ -33,16 +33,6 @@ def ignore(_values: Mapping[str, object]) -> None:
 class Shard:
     """One state of one parameter, as far as this rank holds it.
 
-    Parameters
-    ----------
-    name, state
-        Which tensor it is of; ``"fp32"`` are the weights, whatever their element type.
-    map
-        From ``F`` to the elements of `tensor` in row-major order; its only rank is 0. It may leave
-        elements of the tensor out, which then are padding.
-    tensor
-        The memory, on any device, in any strides.
-
     Raises
     ------
     InvalidMapError
@@ -58,8 +48,12 @@ class Shard:
 
     name: str
     state: str
+    """Which tensor it is of; ``"fp32"`` are the weights, whatever their element type."""
     map: ParamAffineMap
+    """From ``F`` to the elements of `tensor` in row-major order; its only rank is 0. It may
+    leave elements of the tensor out, which then are padding."""
     tensor: torch.Tensor
+    """The memory, on any device, in any strides."""
 
     def __post_init__(self) -> None:
         ranks = self.map.ranks
@@ -142,16 +136,6 @@ def shard_of(
 class LiveState:
     """What this rank has to give, or wants to be given.
 
-    Parameters
-    ----------
-    shards
-        Its shards; none of a rank that only takes part.
-    values
-        What is no tensor, by key: plain scalars, texts, lists, tuples and dictionaries of them.
-        Ranks that know a key must agree on it.
-    accept
-        Of a target: takes the source's values over, after all tensors have arrived.
-
     Raises
     ------
     UsageError
@@ -159,8 +143,12 @@ class LiveState:
     """
 
     shards: tuple[Shard, ...] = ()
+    """Its shards; none of a rank that only takes part."""
     values: Mapping[str, object] = field(default_factory=dict)
+    """What is no tensor, by key: plain scalars, texts, lists, tuples and dictionaries of them.
+    Ranks that know a key must agree on it."""
     accept: Callable[[Mapping[str, object]], None] = ignore
+    """Of a target: takes the source's values over, after all tensors have arrived."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shards", tuple(self.shards))

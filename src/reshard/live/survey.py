@@ -35,19 +35,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the group holds and wants.
-
-    Parameters
-    ----------
-    source, target
-        Every tensor of each side.
-    values
-        What the source's ranks say that is no tensor.
-    """
+    """What the group holds and wants."""
 
     source: Mapping[TensorKey, Spread]
     target: Mapping[TensorKey, Spread]
+    """Every tensor of each side."""
     values: Mapping[str, object]
+    """What the source's ranks say that is no tensor."""
 
 
 def survey(

@@ -53,18 +53,12 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupTransport:
-    """A process group of ``torch.distributed``.
-
-    Parameters
-    ----------
-    group
-        The group.
-    timeout
-        Seconds that one wait may take.
-    """
+    """A process group of ``torch.distributed``."""
 
     group: Any
+    """The group."""
     timeout: float
+    """Seconds that one wait may take."""
 
     @property
     def rank(self) -> int:

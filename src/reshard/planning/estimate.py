@@ -16,30 +16,20 @@ from reshard.planning.plan import Plan, Route
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Costs of a plan.
-
-    Parameters
-    ----------
-    read_nbytes
-        Tensor bytes that have to be read, replicas included.
-    compared_nbytes
-        The part of them that is only compared with other copies.
-    write_nbytes
-        Bytes of the output files.
-    files
-        Number of output files.
-    routes
-        Number of distinct geometries.
-    strided_nbytes
-        Bytes that pass through a strided copy rather than straight from file to file.
-    """
+    """Costs of a plan."""
 
     read_nbytes: int
+    """Tensor bytes that have to be read, replicas included."""
     compared_nbytes: int
+    """The part of them that is only compared with other copies."""
     write_nbytes: int
+    """Bytes of the output files."""
     files: int
+    """Number of output files."""
     routes: int
+    """Number of distinct geometries."""
     strided_nbytes: int
+    """Bytes that pass through a strided copy rather than straight from file to file."""
 
     def seconds(self, bytes_per_second: float) -> float:
         """Time in seconds at a measured rate of bytes written.

@@ -32,19 +32,6 @@ Ints = tuple[int, ...]
 class Move:
     """One strided copy from a holder's shard into a target shard, all in elements.
 
-    Parameters
-    ----------
-    shape
-        Extents; `()` is one element.
-    holder
-        Index of the holder in the list of its route.
-    source_offset, source_strides
-        Where the elements lie in the holder's shard.
-    target_offset, target_strides
-        Where they go in the target shard; offsets ascend with the row-major order of the index.
-    scale
-        Factor that turns the stored value into the wanted one.
-
     Examples
     --------
     Columns 0 and 1 of a 2 x 4 matrix, stored densely:
@@ -54,12 +41,17 @@ class Move:
     """
 
     shape: Ints
+    """Extents; `()` is one element."""
     holder: int
+    """Index of the holder in the list of its route."""
     source_offset: int
     source_strides: Ints
+    """Where the elements lie in the holder's shard."""
     target_offset: int
     target_strides: Ints
+    """Where they go in the target shard; offsets ascend with the row-major order of the index."""
     scale: float = 1.0
+    """Factor that turns the stored value into the wanted one."""
 
     @property
     def numel(self) -> int:

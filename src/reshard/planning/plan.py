@@ -34,53 +34,36 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PlannedSource:
-    """A file that is read, or whose content the plan depends on.
-
-    Parameters
-    ----------
-    path
-        Where it is.
-    name
-        Its path relative to the checkpoint, the same on every machine.
-    nbytes
-        The size in bytes it had when it was planned.
-    stamp
-        As in :class:`~reshard.formats.checkpoint.SourceFile`; it says nothing on other machines.
-    """
+    """A file that is read, or whose content the plan depends on."""
 
     path: str
+    """Where it is."""
     name: str
+    """Its path relative to the checkpoint, the same on every machine."""
     nbytes: int
+    """The size in bytes it had when it was planned."""
     stamp: tuple[int, ...] = field(default=(), compare=False)
+    """As in :class:`~reshard.formats.checkpoint.SourceFile`; it says nothing on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The geometry of a fill, shared by all fills with the same pair of maps.
-
-    Parameters
-    ----------
-    numel
-        Elements of the target shard.
-    holders
-        The source ranks concerned, ascending; a move names one by its index here.
-    moves
-        What writes the shard: ordered moves, ascending by target offset, each target element once.
-    checks
-        The copies that were not chosen: moves whose elements must equal those already written.
-    origins
-        Where each element of the target shard lies in the logical tensor, as ordered moves from
-        the logical tensor (holder 0); empty when the shard *is* the logical tensor, row-major.
-    source_map
-        The map the route was made from, for the record.
-    """
+    """The geometry of a fill, shared by all fills with the same pair of maps."""
 
     numel: int
+    """Elements of the target shard."""
     holders: tuple[int, ...]
+    """The source ranks concerned, ascending; a move names one by its index here."""
     moves: tuple[Move, ...]
+    """What writes the shard: ordered moves, ascending by target offset, each target element
+    once."""
     checks: tuple[Move, ...] = ()
+    """The copies that were not chosen: moves whose elements must equal those already written."""
     origins: tuple[Move, ...] = ()
+    """Where each element of the target shard lies in the logical tensor, as ordered moves from
+    the logical tensor (holder 0); empty when the shard *is* the logical tensor, row-major."""
     source_map: ParamAffineMap | None = field(default=None, repr=False, compare=False)
+    """The map the route was made from, for the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,36 +76,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFill:
-    """One shard of one tensor state inside a slot.
-
-    Parameters
-    ----------
-    key
-        `(name, state)`.
-    dtype
-        Element type in the target.
-    shape
-        Shape of the target shard.
-    offset
-        First byte inside the slot.
-    nbytes
-        Length in bytes.
-    route
-        The geometry.
-    places
-        Start of each holder's shard, in the order of `route.holders`.
-    stored
-        Element type in the source where it is another one and elements are rounded; else None.
-    """
+    """One shard of one tensor state inside a slot."""
 
     key: TensorKey
+    """`(name, state)`."""
     dtype: DType
+    """Element type in the target."""
     shape: Ints
+    """Shape of the target shard."""
     offset: int
+    """First byte inside the slot."""
     nbytes: int
+    """Length in bytes."""
     route: Route
+    """The geometry."""
     places: tuple[Place, ...]
+    """Start of each holder's shard, in the order of `route.holders`."""
     stored: DType | None = None
+    """Element type in the source where it is another one and elements are rounded; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,57 +122,38 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the plan was made from, in words, for the manifest.
-
-    Parameters
-    ----------
-    format, topology
-        Of the source.
-    versions
-        What the source files state about themselves.
-    """
+    """What the plan was made from, in words, for the manifest."""
 
     format: str = ""
     topology: str = ""
+    """Of the source."""
     versions: tuple[tuple[str, str], ...] = ()
+    """What the source files state about themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything an executor needs to know.
-
-    Parameters
-    ----------
-    format
-        Format of the output.
-    sources
-        Source files.
-    files
-        Output files.
-    pointer
-        `(file name, text)` of the pointer file beside the output folder, or None.
-    replicas
-        ``"refuse"``, ``"first"`` or ``"mean"``: what to do where replicas differ.
-    origin
-        What it was made from.
-    notes
-        What the user should know.
-    topology
-        The degrees that the output is for, None where it is the same for all.
-    copied
-        The whole of every tensor that has copies, where copies may differ: what differs is counted
-        once, however often the output has the elements.
-    """
+    """Everything an executor needs to know."""
 
     format: str
+    """Format of the output."""
     sources: tuple[PlannedSource, ...]
+    """Source files."""
     files: tuple[PlannedFile, ...]
+    """Output files."""
     pointer: tuple[str, str] | None = None
+    """`(file name, text)` of the pointer file beside the output folder, or None."""
     replicas: str = "refuse"
+    """``"refuse"``, ``"first"`` or ``"mean"``: what to do where replicas differ."""
     origin: Origin = field(default_factory=Origin)
+    """What it was made from."""
     notes: tuple[str, ...] = ()
+    """What the user should know."""
     topology: Topology | None = None
+    """The degrees that the output is for, None where it is the same for all."""
     copied: tuple[PlannedFill, ...] = ()
+    """The whole of every tensor that has copies, where copies may differ: what differs is
+    counted once, however often the output has the elements."""
 
     def fills(self) -> Iterator[PlannedFill]:
         """Every fill of every slot of every file, in order."""

@@ -31,21 +31,14 @@ Axis = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Progression:
-    """Intervals along one side of a sheet.
-
-    Parameters
-    ----------
-    start
-        Where the first one begins.
-    levels
-        `(number, step)`, the outermost first.
-    width
-        Length of each interval.
-    """
+    """Intervals along one side of a sheet."""
 
     start: float
+    """Where the first one begins."""
     levels: tuple[tuple[int, float], ...]
+    """`(number, step)`, the outermost first."""
     width: float
+    """Length of each interval."""
 
     @property
     def count(self) -> int:
@@ -80,19 +73,13 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The two-dimensional view in which a tensor is drawn.
-
-    Parameters
-    ----------
-    rows, columns
-        Extents.
-    split
-        How many leading dims make up the rows.
-    """
+    """The two-dimensional view in which a tensor is drawn."""
 
     rows: int
     columns: int
+    """Extents."""
     split: int
+    """How many leading dims make up the rows."""
 
 
 def sheet_of(shape: Sequence[int]) -> Sheet:

@@ -60,48 +60,32 @@ Mark = Rect | Text | Line
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Marks that are one thing.
-
-    Parameters
-    ----------
-    marks
-        In the order of drawing.
-    title
-        What it is; empty for what explains itself.
-    kind
-        A word for what it is: ``"piece"``, ``"shard"``, ``"padding"``, …
-    holder
-        Index of the holder it belongs to, in the order of drawing.
-    """
+    """Marks that are one thing."""
 
     marks: tuple[Mark, ...]
+    """In the order of drawing."""
     title: str = ""
+    """What it is; empty for what explains itself."""
     kind: str = ""
+    """A word for what it is: ``"piece"``, ``"shard"``, ``"padding"``, …"""
     holder: int | None = None
+    """Index of the holder it belongs to, in the order of drawing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A whole picture.
-
-    Parameters
-    ----------
-    width, height
-        Points.
-    title, description
-        For whoever cannot see it.
-    groups
-        In the order of drawing.
-    colours
-        Of the holders.
-    """
+    """A whole picture."""
 
     width: float
     height: float
+    """Points."""
     title: str
     description: str
+    """For whoever cannot see it."""
     groups: tuple[Group, ...]
+    """In the order of drawing."""
     colours: Sequence[Colour] = ()
+    """Of the holders."""
 
 
 def text_width(text: str, size: float, *, mono: bool = False) -> float:

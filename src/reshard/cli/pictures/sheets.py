@@ -38,19 +38,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What blocks look like on a sheet.
-
-    Parameters
-    ----------
-    blocks
-        The rectangles `(x, y, width, height)` of each block, in points; None for a block that is
-        too irregular to be drawn.
-    notes
-        What is drawn otherwise than it is.
-    """
+    """What blocks look like on a sheet."""
 
     blocks: list[list[tuple[float, float, float, float]] | None]
+    """The rectangles `(x, y, width, height)` of each block, in points; None for a block that is
+    too irregular to be drawn."""
     notes: tuple[str, ...]
+    """What is drawn otherwise than it is."""
 
 
 def place(blocks: Sequence[Block], sheet: Sheet, box: Box) -> Placed:

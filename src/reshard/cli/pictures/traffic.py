@@ -24,23 +24,16 @@ MOST_GROUPS = 64
 
 @dataclass(frozen=True, slots=True)
 class OutputTraffic:
-    """What one output file takes.
-
-    Parameters
-    ----------
-    path, nbytes
-        The file, and its size.
-    fills, moves
-        Shards of tensors in it, and strided copies that fill them.
-    sources
-        Source file -> bytes taken from it.
-    """
+    """What one output file takes."""
 
     path: str
     nbytes: int
+    """The file, and its size."""
     fills: int = 0
     moves: int = 0
+    """Shards of tensors in it, and strided copies that fill them."""
     sources: dict[str, int] = field(default_factory=dict)
+    """Source file -> bytes taken from it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,27 +66,17 @@ PlaceKey = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What ``.metadata`` says.
-
-    Parameters
-    ----------
-    file
-        Its path.
-    tensors
-        Tensors by FQN, in the order of the file.
-    objects
-        FQNs of the entries that are no tensors.
-    paths
-        FQN -> keys that it was flattened from.
-    places
-        Where each chunk and each object lies.
-    version
-        As the file states it, empty when it does not (torch before 2.9).
-    """
+    """What ``.metadata`` says."""
 
     file: str
+    """Its path."""
     tensors: Mapping[str, TensorEntry]
+    """Tensors by FQN, in the order of the file."""
     objects: tuple[str, ...]
+    """FQNs of the entries that are no tensors."""
     paths: Mapping[str, Path]
+    """FQN -> keys that it was flattened from."""
     places: Mapping[PlaceKey, Place]
+    """Where each chunk and each object lies."""
     version: str = ""
+    """As the file states it, empty when it does not (torch before 2.9)."""

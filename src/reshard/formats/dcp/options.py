@@ -33,19 +33,13 @@ ADAMS = ("adamw", "adam")
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where the model and the optimizer are in the tree.
-
-    Parameters
-    ----------
-    model, optimizer
-        Key of each; an empty one is the root.
-    flattened
-        Whether the optimizer is in the form of ``flatten_optimizer_state_dict=True``.
-    """
+    """Where the model and the optimizer are in the tree."""
 
     model: str = "model"
     optimizer: str = "optim"
+    """Key of each; an empty one is the root."""
     flattened: bool = False
+    """Whether the optimizer is in the form of ``flatten_optimizer_state_dict=True``."""
 
 
 TREES: Mapping[str, Tree] = {
@@ -59,19 +53,6 @@ TREES: Mapping[str, Tree] = {
 class DcpOptions:
     """What to choose about the output.
 
-    Parameters
-    ----------
-    tree
-        Where things are.
-    max_shard_bytes
-        Largest data file, in bytes; one row of a tensor may exceed it.
-    dtype
-        Element type of the weights of parameters; None keeps the source's, which for a trained
-        parameter is that of its master weights.
-    adam
-        Which of torch's two Adams, ``"adamw"`` or ``"adam"``, the optimizer is, where the source
-        does not say it.
-
     Raises
     ------
     UsageError
@@ -79,9 +60,15 @@ class DcpOptions:
     """
 
     tree: Tree = field(default_factory=Tree)
+    """Where things are."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Largest data file, in bytes; one row of a tensor may exceed it."""
     dtype: DType | None = None
+    """Element type of the weights of parameters; None keeps the source's, which for a trained
+    parameter is that of its master weights."""
     adam: str | None = None
+    """Which of torch's two Adams, ``"adamw"`` or ``"adam"``, the optimizer is, where the source
+    does not say it."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -99,29 +86,18 @@ class DcpOptions:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where the user says that the model and the optimizer are; None where the tree says it.
-
-    Parameters
-    ----------
-    model, optimizer
-        Keys from the root joined by dots, ``""`` for the root itself.
-    """
+    """Where the user says that the model and the optimizer are; None where the tree says it."""
 
     model: str | None = None
     optimizer: str | None = None
+    """Keys from the root joined by dots, ``""`` for the root itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpReading:
-    """What the user may state about a DCP folder.
-
-    Parameters
-    ----------
-    keys
-        Where the model and the optimizer are in the saved tree.
-    frozen
-        Globs over names that are frozen parameters rather than buffers.
-    """
+    """What the user may state about a DCP folder."""
 
     keys: Keys = field(default_factory=Keys)
+    """Where the model and the optimizer are in the saved tree."""
     frozen: tuple[str, ...] = ()
+    """Globs over names that are frozen parameters rather than buffers."""

@@ -47,25 +47,17 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The entries of an optimizer, behind either form.
-
-    Parameters
-    ----------
-    place
-        Its keys from the root.
-    flattened
-        Whether it is in the flattened form.
-    states
-        Entries of states.
-    settings
-        FQNs of hyperparameters: ``(group number or name of a parameter, key)`` -> FQN; the key is
-        empty for a list of groups that is one object (torch before 2.4).
-    """
+    """The entries of an optimizer, behind either form."""
 
     place: Path
+    """Its keys from the root."""
     flattened: bool
+    """Whether it is in the flattened form."""
     states: tuple[StateEntry, ...] = ()
+    """Entries of states."""
     settings: Mapping[tuple[int | str, str], str] = field(default_factory=dict)
+    """FQNs of hyperparameters: ``(group number or name of a parameter, key)`` -> FQN; the key is
+    empty for a list of groups that is one object (torch before 2.4)."""
 
 
 def find_optimizer(index: Index, keys: Keys) -> Optimizer | None:

@@ -73,21 +73,14 @@ VOCABULARY = "vocabulary_parameter_patterns"
 
 @dataclass(frozen=True, slots=True)
 class Annotated:
-    """What annotating a checkpoint comes to, before a byte is copied.
-
-    Parameters
-    ----------
-    source
-        The files of the checkpoint, as byte ranges.
-    target
-        The files to be.
-    maps
-        The map of every parameter that got one, and where it comes from.
-    """
+    """What annotating a checkpoint comes to, before a byte is copied."""
 
     source: Checkpoint
+    """The files of the checkpoint, as byte ranges."""
     target: Target
+    """The files to be."""
     maps: Mapping[str, GovernedMap]
+    """The map of every parameter that got one, and where it comes from."""
 
 
 def lay_out_annotated(

@@ -52,21 +52,14 @@ VOCABULARY = "vocabulary_parameter_patterns"
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """One pattern of one list.
-
-    Parameters
-    ----------
-    branch
-        The layout that the list stands for; None for the vocabulary list, which is no layout.
-    text
-        The pattern as written.
-    sub_params
-        The entry, for the branch of sub-parameters.
-    """
+    """One pattern of one list."""
 
     branch: Branch | None
+    """The layout that the list stands for; None for the vocabulary list, which is no layout."""
     text: str
+    """The pattern as written."""
     sub_params: SubParams | None = None
+    """The entry, for the branch of sub-parameters."""
 
     @property
     def pattern(self) -> BoundedPattern:
@@ -84,39 +77,26 @@ class KeyRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionKeys(LayoutSource):
-    """All pattern keys of a checkpoint.
-
-    Parameters
-    ----------
-    rules
-        Patterns that select a layout, in the order in which DeepSpeed tries them.
-    vocabulary
-        Patterns of tables whose last rows only pad.
-    vocabulary_size
-        Number of rows that count; None when it is not stated.
-    unsupported
-        Patterns of parameters whose layout the writer could not describe, and its reasons.
-    experts
-        Patterns of expert parameters, which the rules of tensor parallelism do not describe.
-    autotp
-        Whether AutoTP wrote the info.
-    waived
-        Patterns and names to which no objection is made.
-    degree
-        Number of tensor ranks.
-    file
-        Where the info is from.
-    """
+    """All pattern keys of a checkpoint."""
 
     rules: PatternTable[KeyRule] = field(default_factory=PatternTable)
+    """Patterns that select a layout, in the order in which DeepSpeed tries them."""
     vocabulary: PatternTable[KeyRule] = field(default_factory=PatternTable)
+    """Patterns of tables whose last rows only pad."""
     vocabulary_size: int | None = None
+    """Number of rows that count; None when it is not stated."""
     unsupported: PatternTable[str] = field(default_factory=PatternTable)
+    """Patterns of parameters whose layout the writer could not describe, and its reasons."""
     experts: PatternTable[None] = field(default_factory=PatternTable)
+    """Patterns of expert parameters, which the rules of tensor parallelism do not describe."""
     autotp: bool = False
+    """Whether AutoTP wrote the info."""
     waived: frozenset[str] = frozenset()
+    """Patterns and names to which no objection is made."""
     degree: int = 1
+    """Number of tensor ranks."""
     file: str = ""
+    """Where the info is from."""
 
     # ----- which rule governs a name
 

@@ -46,24 +46,16 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What is known of the experts of a checkpoint.
-
-    Parameters
-    ----------
-    tp
-        The tensor-parallel degree.
-    autoep
-        The AutoEP metadata, None when there is none.
-    files
-        The expert files of every pipeline stage.
-    native
-        The native layers of every pipeline stage.
-    """
+    """What is known of the experts of a checkpoint."""
 
     tp: int
+    """The tensor-parallel degree."""
     autoep: AutoEP | None
+    """The AutoEP metadata, None when there is none."""
     files: Sequence[ExpertFiles]
+    """The expert files of every pipeline stage."""
     native: Sequence[tuple[NativeLayer, ...]]
+    """The native layers of every pipeline stage."""
 
     @property
     def present(self) -> bool:

@@ -58,33 +58,22 @@ class ExpertPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """One AutoEP layer.
-
-    Parameters
-    ----------
-    number
-        `moe_layer_id`, the number in the names of expert files.
-    prefix
-        Name of the experts; the parameters are `<prefix>.w1`, `.w2`, `.w3`.
-    module
-        Name of the layer.
-    placement
-        Which EP rank holds which experts.
-    stored
-        The maps that the checkpoint carries beside the placement, by name; may be empty.
-    partitioned
-        Whether the experts are in the rank files (ZeRO-3).
-    file
-        The file that says so.
-    """
+    """One AutoEP layer."""
 
     number: int
+    """`moe_layer_id`, the number in the names of expert files."""
     prefix: str
+    """Name of the experts; the parameters are `<prefix>.w1`, `.w2`, `.w3`."""
     module: str
+    """Name of the layer."""
     placement: ExpertPlacement
+    """Which EP rank holds which experts."""
     stored: Mapping[str, ParamAffineMap] = field(default_factory=dict)
+    """The maps that the checkpoint carries beside the placement, by name; may be empty."""
     partitioned: bool = False
+    """Whether the experts are in the rank files (ZeRO-3)."""
     file: str = field(default="", compare=False)
+    """The file that says so."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,21 +96,14 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class AutoEP:
-    """Everything that the metadata says.
-
-    Parameters
-    ----------
-    layers
-        By prefix, in the order of the files.
-    places
-        Place of the writer of each model-state file, by `(dp, mp)`; files may state none.
-    columns
-        Model-parallel ranks whose files list a layer, by prefix.
-    """
+    """Everything that the metadata says."""
 
     layers: Mapping[str, ExpertLayer]
+    """By prefix, in the order of the files."""
     places: Mapping[tuple[int, int], ExpertPlace]
+    """Place of the writer of each model-state file, by `(dp, mp)`; files may state none."""
     columns: Mapping[str, frozenset[int]]
+    """Model-parallel ranks whose files list a layer, by prefix."""
 
     @property
     def by_name(self) -> dict[str, ExpertLayer]:

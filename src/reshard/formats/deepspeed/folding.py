@@ -21,23 +21,16 @@ _FOLDING_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """`folding`: how AutoEP and AutoTP share the ranks, as one file states it.
-
-    Parameters
-    ----------
-    tp_size, ep_size
-        Degrees.
-    tp_rank, ep_rank
-        Of the writer.
-    partition_ranks
-        Which partition of a parameter's buffer the writer holds, by name; empty when not stated.
-    """
+    """`folding`: how AutoEP and AutoTP share the ranks, as one file states it."""
 
     tp_size: int
     ep_size: int
+    """Degrees."""
     tp_rank: int
     ep_rank: int
+    """Of the writer."""
     partition_ranks: Mapping[str, int] = field(default_factory=dict)
+    """Which partition of a parameter's buffer the writer holds, by name; empty when not stated."""
 
 
 def read_folding(root: Cursor) -> Folding | None:

@@ -33,30 +33,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Governor:
-    """Finds the map of every parameter over its columns.
-
-    Parameters
-    ----------
-    layouts
-        Who knows how parameters are cut over tensor-parallel ranks.
-    tp
-        The tensor-parallel degree; column `mp = stage * tp + tp_rank`.
-    file
-        For messages: where the layout would be stated.
-    experts
-        Fused expert parameters, by name.
-    restore_keys
-        Keys that universal loaders need beside a tensor, by name; filled as maps are found.
-    cuts
-        Maps over tensor ranks, by name; filled as maps are found.
-    """
+    """Finds the map of every parameter over its columns."""
 
     layouts: Layouts
+    """Who knows how parameters are cut over tensor-parallel ranks."""
     tp: int
+    """The tensor-parallel degree; column `mp = stage * tp + tp_rank`."""
     file: str
+    """For messages: where the layout would be stated."""
     experts: Mapping[str, ExpertLayer]
+    """Fused expert parameters, by name."""
     restore_keys: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    """Keys that universal loaders need beside a tensor, by name; filled as maps are found."""
     cuts: dict[str, GovernedMap] = field(default_factory=dict)
+    """Maps over tensor ranks, by name; filled as maps are found."""
 
     def govern(
         self, shapes: Mapping[str, Mapping[int, Shape]], whole: Iterable[str]

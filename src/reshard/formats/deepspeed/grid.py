@@ -44,24 +44,16 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The DeepSpeed files of a folder, by parsed name.
-
-    Parameters
-    ----------
-    folder
-        The resolved folder.
-    files
-        Parsed name -> path.
-    sources
-        The same, with what they were before any of them was opened.
-    sequence
-        Degree of sequence parallelism where the files' own names have its ranks.
-    """
+    """The DeepSpeed files of a folder, by parsed name."""
 
     folder: TagFolder
+    """The resolved folder."""
     files: Mapping[FileName, Path] = field(default_factory=dict)
+    """Parsed name -> path."""
     sources: tuple[SourceFile, ...] = ()
+    """The same, with what they were before any of them was opened."""
     sequence: int = 1
+    """Degree of sequence parallelism where the files' own names have its ranks."""
 
     def of_kind(self, kind: FileKind) -> dict[FileName, Path]:
         """The files of one kind, ranks ascending."""

@@ -50,30 +50,20 @@ class Branch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SubParams:
-    """One entry of `parameter_with_sub_params`.
-
-    Parameters
-    ----------
-    patterns
-        All patterns of the entry.
-    entries
-        The view as stated, sizes of sub-parameters as a tuple.
-    partition_dim
-        The dim of the view that is cut.
-    widths
-        For each sub-parameter the extent that each rank holds; None when they are not stated.
-    even
-        Whether the split is even where no widths are stated.
-    is_list
-        Whether the file keeps the view as a list.
-    """
+    """One entry of `parameter_with_sub_params`."""
 
     patterns: tuple[str, ...]
+    """All patterns of the entry."""
     entries: tuple[int | tuple[int, ...], ...]
+    """The view as stated, sizes of sub-parameters as a tuple."""
     partition_dim: int
+    """The dim of the view that is cut."""
     widths: tuple[tuple[int, ...], ...] | None
+    """For each sub-parameter the extent that each rank holds; None when they are not stated."""
     even: bool
+    """Whether the split is even where no widths are stated."""
     is_list: bool
+    """Whether the file keeps the view as a list."""
 
 
 def lower(branch: Branch | None, rule: SubParams | None, shards: Shards, degree: int) -> Lowered:

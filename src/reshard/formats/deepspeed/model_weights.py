@@ -29,23 +29,16 @@ Shards = Mapping[str, Mapping[int, Shard]]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight in a file of the model: the shard that a column holds, or a part of it.
-
-    Parameters
-    ----------
-    name, column
-        The parameter, and whose shard.
-    file, record
-        Where the weight is.
-    skip
-        Elements of the shard before the weight.
-    """
+    """A weight in a file of the model: the shard that a column holds, or a part of it."""
 
     name: str
     column: int
+    """The parameter, and whose shard."""
     file: str
     record: TensorRecord
+    """Where the weight is."""
     skip: int = 0
+    """Elements of the shard before the weight."""
 
 
 def weight_copies(

@@ -32,21 +32,14 @@ from reshard.layouts.flat import FlatFragment, ceil_div, per_parameter_partition
 
 @dataclass(frozen=True, slots=True)
 class ModuleShard:
-    """One column's shard of a tensor that no optimizer trains.
-
-    Parameters
-    ----------
-    shape
-        Shape of the shard.
-    record
-        A tensor of its dtype; its strides matter when `stretches` holds it whole.
-    stretches
-        Where its elements lie.
-    """
+    """One column's shard of a tensor that no optimizer trains."""
 
     shape: tuple[int, ...]
+    """Shape of the shard."""
     record: TensorRecord
+    """A tensor of its dtype; its strides matter when `stretches` holds it whole."""
     stretches: tuple[Stretch, ...]
+    """Where its elements lie."""
 
 
 @dataclass(frozen=True, slots=True)

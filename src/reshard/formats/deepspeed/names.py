@@ -40,23 +40,16 @@ class FileKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """A parsed file name; indices that the name does not carry are 0.
-
-    Parameters
-    ----------
-    kind
-        What the file holds.
-    dp, mp
-        Data-parallel and model-parallel rank of its writer.
-    layer, expert
-        Layer and global expert number, for pipeline and expert files.
-    """
+    """A parsed file name; indices that the name does not carry are 0."""
 
     kind: FileKind
+    """What the file holds."""
     dp: int = 0
     mp: int = 0
+    """Data-parallel and model-parallel rank of its writer."""
     layer: int = 0
     expert: int = 0
+    """Layer and global expert number, for pipeline and expert files."""
 
 
 _GRAMMAR: tuple[tuple[FileKind, re.Pattern[str]], ...] = (

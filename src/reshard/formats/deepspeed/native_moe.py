@@ -45,25 +45,17 @@ _File = tuple[str, Mapping[str, TensorRecord]]
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """One native mixture-of-experts layer, as its expert files show it.
-
-    Parameters
-    ----------
-    number
-        Its number in the names of the files.
-    prefix
-        Name of the experts, up to and with the mark: a parameter is `<prefix><expert>.<suffix>`.
-    experts
-        Global number of an expert -> model-parallel rank -> path and tensors by *global* name, in
-        the order of the module.
-    is_spread
-        Whether every expert is whole on one of several tensor ranks.
-    """
+    """One native mixture-of-experts layer, as its expert files show it."""
 
     number: int
+    """Its number in the names of the files."""
     prefix: str
+    """Name of the experts, up to and with the mark: a parameter is `<prefix><expert>.<suffix>`."""
     experts: Mapping[int, Mapping[int, _File]]
+    """Global number of an expert -> model-parallel rank -> path and tensors by *global* name, in
+    the order of the module."""
     is_spread: bool = False
+    """Whether every expert is whole on one of several tensor ranks."""
 
     @property
     def num_experts(self) -> int:

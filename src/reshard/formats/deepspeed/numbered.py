@@ -34,27 +34,18 @@ _MASTERS, _FLAT_MASTERS = "fp32_groups", "fp32_groups_flat"
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """One parameter of the optimizer.
-
-    Parameters
-    ----------
-    group
-        Its parameter group.
-    shape
-        Shape of its states and master; None where it keeps neither.
-    state
-        Its states by name; an empty mapping where it has none.
-    master
-        Its fp32 master, None where the weights of the model are the master.
-    is_expert
-        Whether its group is one of experts.
-    """
+    """One parameter of the optimizer."""
 
     group: int
+    """Its parameter group."""
     shape: Shape | None
+    """Shape of its states and master; None where it keeps neither."""
     state: Cursor
+    """Its states by name; an empty mapping where it has none."""
     master: TensorRecord | None
+    """Its fp32 master, None where the weights of the model are the master."""
     is_expert: bool
+    """Whether its group is one of experts."""
 
     def state_names(self) -> list[str]:
         """The states of the parameter, its master first if it has one of its own."""

@@ -67,42 +67,29 @@ class GroupStates:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """One optimizer file.
-
-    Parameters
-    ----------
-    archive
-        The open archive.
-    dp, mp
-        Rank of the writer, from the file name.
-    stage
-        1, 2 or 3; 1 for BF16_Optimizer, which states none.
-    flavour
-        Class of the engine's optimizer in words, for messages.
-    groups
-        What the rank holds of every group.
-    param_groups
-        Hyperparameters of the optimizer's parameter groups, `params` left out; empty when not
-        stored.
-    members
-        For every parameter group the numbers of the groups it owns (several under ZeRO-3).
-    settings
-        Everything of `optimizer_state_dict` that is not bulk: scaler, clipping, versions.
-    config, version
-        As in :class:`ModelStates`.
-    """
+    """One optimizer file."""
 
     archive: Archive
+    """The open archive."""
     dp: int
     mp: int
+    """Rank of the writer, from the file name."""
     stage: int
+    """1, 2 or 3; 1 for BF16_Optimizer, which states none."""
     flavour: str
+    """Class of the engine's optimizer in words, for messages."""
     groups: tuple[GroupStates, ...]
+    """What the rank holds of every group."""
     param_groups: tuple[Mapping[str, object], ...]
+    """Hyperparameters of the optimizer's parameter groups, `params` left out; empty when not
+    stored."""
     members: tuple[tuple[int, ...], ...]
+    """For every parameter group the numbers of the groups it owns (several under ZeRO-3)."""
     settings: Mapping[str, object]
+    """Everything of `optimizer_state_dict` that is not bulk: scaler, clipping, versions."""
     config: Mapping[object, object]
     version: str
+    """As in :class:`ModelStates`."""
 
     @property
     def file(self) -> str:

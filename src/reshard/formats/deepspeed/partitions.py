@@ -56,60 +56,40 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A flat buffer: shards end to end, cut over ranks.
-
-    Parameters
-    ----------
-    group
-        Number of the group, for messages and for the names of parameter groups.
-    shapes
-        Name -> shape of every shard, in the order of the buffer, as the ranks name them.
-    parts
-        Who holds partition 0, 1, …
-    column
-        Where the shards are filed.
-    names
-        Names that are local to the ranks -> the names in the checkpoint; the others are both.
-    mapped
-        Whether the files' own mappings are to be believed, and so compared.
-    """
+    """A flat buffer: shards end to end, cut over ranks."""
 
     group: int
+    """Number of the group, for messages and for the names of parameter groups."""
     shapes: Shapes
+    """Name -> shape of every shard, in the order of the buffer, as the ranks name them."""
     parts: tuple[Part, ...]
+    """Who holds partition 0, 1, …"""
     column: int
+    """Where the shards are filed."""
     names: Mapping[str, str] = field(default_factory=dict)
+    """Names that are local to the ranks -> the names in the checkpoint; the others are both."""
     mapped: bool = True
+    """Whether the files' own mappings are to be believed, and so compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A flat range of one shard inside one part of a buffer; numbers in elements.
-
-    Parameters
-    ----------
-    part
-        The file and its group.
-    shard_start
-        First element, in row-major order of the shard.
-    start
-        Where that element lies in the partition.
-    numel
-        Length.
-    shard_numel
-        Elements of the whole shard.
-    whole_start, whole_end
-        Where the whole shard starts, and where all end, in a buffer that holds every shard that
-        touches the partition whole.
-    """
+    """A flat range of one shard inside one part of a buffer; numbers in elements."""
 
     part: Part
+    """The file and its group."""
     shard_start: int
+    """First element, in row-major order of the shard."""
     start: int
+    """Where that element lies in the partition."""
     numel: int
+    """Length."""
     shard_numel: int
+    """Elements of the whole shard."""
     whole_start: int
     whole_end: int
+    """Where the whole shard starts, and where all end, in a buffer that holds every shard that
+    touches the partition whole."""
 
     @property
     def file(self) -> str:
@@ -159,25 +139,18 @@ class Shard:
 
 @dataclass(slots=True)
 class Partitions:
-    """Every shard of every column.
-
-    Parameters
-    ----------
-    shards
-        Name -> column -> shard.
-    groups
-        Names of each group, in flat-buffer order (of column 0 first, further columns' names added).
-    over_world
-        Names that are partitioned over all ranks, whatever their tensor-parallel rank: their one
-        shard is the whole parameter, filed under column 0.
-    problems
-        What was found wrong and could be put right.
-    """
+    """Every shard of every column."""
 
     shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
+    """Name -> column -> shard."""
     groups: list[dict[str, None]] = field(default_factory=list)
+    """Names of each group, in flat-buffer order (of column 0 first, further columns' names
+    added)."""
     over_world: set[str] = field(default_factory=set)
+    """Names that are partitioned over all ranks, whatever their tensor-parallel rank: their one
+    shard is the whole parameter, filed under column 0."""
     problems: list[Problem] = field(default_factory=list)
+    """What was found wrong and could be put right."""
 
     def name_group(self, group: int, name: str) -> None:
         """Note that a parameter belongs to a group."""

@@ -60,19 +60,13 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What the model-state files list, over all stages.
-
-    Parameters
-    ----------
-    shapes
-        Trained names -> shape of the shard of each tensor rank that has it.
-    frozen, buffers
-        Names that are not trained.
-    """
+    """What the model-state files list, over all stages."""
 
     shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)
+    """Trained names -> shape of the shard of each tensor rank that has it."""
     frozen: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    """Names that are not trained."""
 
     def listed(self) -> Iterator[str]:
         """Every name."""
@@ -93,21 +87,14 @@ class LayerWeight:
 
 @dataclass(frozen=True, slots=True)
 class LayerContents:
-    """What the layer files hold.
-
-    Parameters
-    ----------
-    weights
-        Their tensors that are not masters in an optimizer file.
-    pipeline
-        The layers and the stages; None when there is no pipeline.
-    copies
-        Their tensors whose masters are in optimizer files.
-    """
+    """What the layer files hold."""
 
     weights: list[ModuleTensor]
+    """Their tensors that are not masters in an optimizer file."""
     pipeline: Pipeline | None
+    """The layers and the stages; None when there is no pipeline."""
     copies: tuple[LayerWeight, ...] = ()
+    """Their tensors whose masters are in optimizer files."""
 
 
 def read_layers(

@@ -37,52 +37,36 @@ class ParallelDegrees:
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """One model-state file.
-
-    Parameters
-    ----------
-    archive
-        The open archive; `archive.root` is the whole tree.
-    dp, mp
-        Rank of the writer, from the file name.
-    module
-        `module`: every tensor of the model that the file holds, None for a pipeline.
-    buffer_names
-        Names in `module` that are buffers.
-    param_shapes
-        Per group, name -> shape of this rank's shard, in flat-buffer order; None without ZeRO.
-    frozen_shapes, frozen_fragments
-        Shapes and stored parts of frozen parameters.
-    shared
-        Alias -> owner.
-    dp_world_size, mp_world_size
-        Degrees that the file states.
-    degrees
-        Pipeline and tensor degrees, when the file states them.
-    info
-        `universal_checkpoint_info`, when there is any; what it repeats of `ds_autoep_layers` is
-        left out.
-    config
-        The DeepSpeed configuration, empty when it is kept as a path.
-    version
-        DeepSpeed version, empty when the file does not state it.
-    """
+    """One model-state file."""
 
     archive: Archive
+    """The open archive; `archive.root` is the whole tree."""
     dp: int
     mp: int
+    """Rank of the writer, from the file name."""
     module: Mapping[str, TensorRecord] | None
+    """`module`: every tensor of the model that the file holds, None for a pipeline."""
     buffer_names: frozenset[str]
+    """Names in `module` that are buffers."""
     param_shapes: tuple[Shapes, ...] | None
+    """Per group, name -> shape of this rank's shard, in flat-buffer order; None without ZeRO."""
     frozen_shapes: Shapes
     frozen_fragments: Mapping[str, TensorRecord]
+    """Shapes and stored parts of frozen parameters."""
     shared: Mapping[str, str]
+    """Alias -> owner."""
     dp_world_size: int | None
     mp_world_size: int | None
+    """Degrees that the file states."""
     degrees: ParallelDegrees | None
+    """Pipeline and tensor degrees, when the file states them."""
     info: Cursor | None
+    """`universal_checkpoint_info`, when there is any; what it repeats of `ds_autoep_layers` is
+    left out."""
     config: Mapping[object, object]
+    """The DeepSpeed configuration, empty when it is kept as a path."""
     version: str
+    """DeepSpeed version, empty when the file does not state it."""
 
     @property
     def file(self) -> str:

@@ -63,21 +63,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredMaps(LayoutSource):
-    """The maps that the checkpoint carries.
-
-    Parameters
-    ----------
-    maps
-        By pattern.
-    keys
-        The keys beside them, which still say what pads a vocabulary.
-    file
-        Where they are from.
-    """
+    """The maps that the checkpoint carries."""
 
     maps: PatternTable[ParamAffineMap]
+    """By pattern."""
     keys: ConversionKeys
+    """The keys beside them, which still say what pads a vocabulary."""
     file: str
+    """Where they are from."""
 
     def covers(self, name: str) -> bool:
         """See :class:`LayoutSource`."""

@@ -55,24 +55,16 @@ class _Held:
 
 @dataclass(slots=True)
 class UnshardedExperts:
-    """The optimizer states of experts.
-
-    Parameters
-    ----------
-    ep
-        The expert-parallel degree.
-    fused
-        States of fused parameters.
-    native
-        States of native experts by name of the state, cut over columns.
-    scalars
-        States that are one number.
-    """
+    """The optimizer states of experts."""
 
     ep: int
+    """The expert-parallel degree."""
     fused: list[StoredTensor] = field(default_factory=list)
+    """States of fused parameters."""
     native: dict[str, list[ModuleTensor]] = field(default_factory=dict)
+    """States of native experts by name of the state, cut over columns."""
     scalars: dict[TensorKey, Scalar] = field(default_factory=dict)
+    """States that are one number."""
 
 
 def read_unsharded_experts(

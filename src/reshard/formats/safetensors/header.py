@@ -70,43 +70,29 @@ _ORDER = {code: number for number, code in enumerate(CODES)}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file.
-
-    Parameters
-    ----------
-    name, dtype, shape
-        What it is.
-    start, stop
-        Its bytes: positions in the data, the header not counted.
-    """
+    """One tensor of a file."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    """What it is."""
     start: int
     stop: int
+    """Its bytes: positions in the data, the header not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of one file.
-
-    Parameters
-    ----------
-    metadata
-        What the file says about itself.
-    entries
-        Its tensors, ascending by position.
-    data
-        Position in the file at which the data start.
-    nbytes
-        Size of the whole file.
-    """
+    """The header of one file."""
 
     metadata: Mapping[str, str]
+    """What the file says about itself."""
     entries: tuple[Entry, ...]
+    """Its tensors, ascending by position."""
     data: int
+    """Position in the file at which the data start."""
     nbytes: int
+    """Size of the whole file."""
 
 
 # --------------------------------------------------------------------------- writing

@@ -52,19 +52,6 @@ class DTypeRule:
 class SafetensorsOptions:
     """How a safetensors set is written.
 
-    Parameters
-    ----------
-    dtypes
-        Element types of weights. Of the rules that meet a name the last one counts; where none
-        does, a weight gets the type that the model was trained in.
-    max_shard_size
-        Bytes of tensors in one file at most; a larger tensor gets a file of its own.
-    tied
-        Whether tied names are dropped or written twice. None drops them where a ``config.json``
-        beside the source says ``tie_word_embeddings``, for then the loader ties them again.
-    beside
-        Further folders in which ``config.json`` and the files of the tokenizer may lie.
-
     Examples
     --------
     >>> options = SafetensorsOptions(dtypes=dtype_rules(["bf16", "*norm*=fp32"]))
@@ -73,9 +60,15 @@ class SafetensorsOptions:
     """
 
     dtypes: tuple[DTypeRule, ...] = ()
+    """Element types of weights. Of the rules that meet a name the last one counts; where none
+    does, a weight gets the type that the model was trained in."""
     max_shard_size: int = DEFAULT_SHARD_SIZE
+    """Bytes of tensors in one file at most; a larger tensor gets a file of its own."""
     tied: Tied | None = None
+    """Whether tied names are dropped or written twice. None drops them where a ``config.json``
+    beside the source says ``tie_word_embeddings``, for then the loader ties them again."""
     beside: tuple[str, ...] = ()
+    """Further folders in which ``config.json`` and the files of the tokenizer may lie."""
 
     def __post_init__(self) -> None:
         if self.max_shard_size < 1:

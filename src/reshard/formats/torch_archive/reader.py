@@ -44,36 +44,24 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Archive:
-    """A torch file that was opened.
-
-    Parameters
-    ----------
-    path
-        The file.
-    size
-        Length of the file in bytes.
-    name
-        The one folder of the archive, which ``torch.save`` calls after the file it wrote.
-    root
-        The saved object, as a tree of inert values.
-    tensors
-        Every tensor of the tree, in the order of the pickle.
-    storages
-        Every storage of the tree by key.
-    globals
-        Paths of the classes and functions that the pickle names, sorted.
-    problems
-        What is wrong or unusual and does not make the content inexact.
-    """
+    """A torch file that was opened."""
 
     path: str
+    """The file."""
     size: int
+    """Length of the file in bytes."""
     name: str
+    """The one folder of the archive, which ``torch.save`` calls after the file it wrote."""
     root: object
+    """The saved object, as a tree of inert values."""
     tensors: tuple[TensorRecord, ...]
+    """Every tensor of the tree, in the order of the pickle."""
     storages: Mapping[str, StorageRecord]
+    """Every storage of the tree by key."""
     globals: tuple[str, ...]
+    """Paths of the classes and functions that the pickle names, sorted."""
     problems: tuple[str, ...]
+    """What is wrong or unusual and does not make the content inexact."""
 
     def __repr__(self) -> str:
         return f"Archive({self.path!r}, {self.size} bytes, {len(self.tensors)} tensors)"

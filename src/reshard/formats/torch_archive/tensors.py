@@ -23,65 +23,44 @@ from reshard.formats.torch_archive.values import Global
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StorageRecord:
-    """One storage of a file.
-
-    Parameters
-    ----------
-    path
-        The file.
-    key
-        Its name in the archive: the record ``data/<key>``.
-    storage_class
-        The torch class it is stored as (``torch.FloatStorage``, ``torch.storage.UntypedStorage``).
-    dtype
-        The element type of that class, None for untyped ones.
-    numel
-        Length as the pickle states it: elements of ``dtype``, bytes when untyped.
-    location
-        The device it was saved from, for example ``"cpu"`` or ``"cuda:0"``.
-    offset
-        First byte in the file.
-    nbytes
-        Length in bytes.
-    crc32
-        Checksum of its bytes as the file states it; zero or wrong when the file was written with
-        ``torch.serialization.set_crc32_options(False)``.
-    """
+    """One storage of a file."""
 
     path: str
+    """The file."""
     key: str
+    """Its name in the archive: the record ``data/<key>``."""
     storage_class: Global
+    """The torch class it is stored as (``torch.FloatStorage``,
+    ``torch.storage.UntypedStorage``)."""
     dtype: DType | None
+    """The element type of that class, None for untyped ones."""
     numel: int
+    """Length as the pickle states it: elements of ``dtype``, bytes when untyped."""
     location: str
+    """The device it was saved from, for example ``"cpu"`` or ``"cuda:0"``."""
     offset: int
+    """First byte in the file."""
     nbytes: int
+    """Length in bytes."""
     crc32: int
+    """Checksum of its bytes as the file states it; zero or wrong when the file was written with
+    ``torch.serialization.set_crc32_options(False)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class ParameterForm:
-    """What ``torch._utils._rebuild_parameter`` wraps around a tensor.
-
-    Parameters
-    ----------
-    data
-        The wrapped tensor.
-    requires_grad
-        Of the parameter; that of the wrapped tensor is False as a rule.
-    hooks
-        The backward hooks, None for an empty ``OrderedDict``.
-    state
-        Python attributes (``_rebuild_parameter_with_state``).
-    has_state
-        Whether the form with state was used.
-    """
+    """What ``torch._utils._rebuild_parameter`` wraps around a tensor."""
 
     data: TensorRecord
+    """The wrapped tensor."""
     requires_grad: bool
+    """Of the parameter; that of the wrapped tensor is False as a rule."""
     hooks: object = None
+    """The backward hooks, None for an empty ``OrderedDict``."""
     state: object = None
+    """Python attributes (``_rebuild_parameter_with_state``)."""
     has_state: bool = False
+    """Whether the form with state was used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -94,43 +73,29 @@ class SubclassForm:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TensorRecord:
-    """A tensor of a file: a typed strided view of a storage. No bytes are read.
-
-    Parameters
-    ----------
-    storage
-        The storage that it views.
-    dtype
-        Element type.
-    shape
-        Extents.
-    strides
-        Strides in elements.
-    storage_offset
-        First element, counted from the start of the storage.
-    requires_grad
-        Whether autograd tracks it.
-    hooks
-        Backward hooks, None for the empty ``OrderedDict`` that torch writes.
-    metadata
-        The conj and neg bits, None when the file states none.
-    rebuild
-        The function of ``torch._utils`` that the file names for it.
-    parameter, subclass
-        What is wrapped around the view, None where nothing is.
-    """
+    """A tensor of a file: a typed strided view of a storage. No bytes are read."""
 
     storage: StorageRecord
+    """The storage that it views."""
     dtype: DType
+    """Element type."""
     shape: tuple[int, ...]
+    """Extents."""
     strides: tuple[int, ...]
+    """Strides in elements."""
     storage_offset: int
+    """First element, counted from the start of the storage."""
     requires_grad: bool = False
+    """Whether autograd tracks it."""
     hooks: object = None
+    """Backward hooks, None for the empty ``OrderedDict`` that torch writes."""
     metadata: object = None
+    """The conj and neg bits, None when the file states none."""
     rebuild: str = "_rebuild_tensor_v2"
+    """The function of ``torch._utils`` that the file names for it."""
     parameter: ParameterForm | None = None
     subclass: SubclassForm | None = None
+    """What is wrapped around the view, None where nothing is."""
 
     @property
     def path(self) -> str:
@@ -194,31 +159,6 @@ class TensorRecord:
 class NewTensor:
     """A tensor to be written.
 
-    Parameters
-    ----------
-    dtype
-        Element type.
-    shape
-        Extents.
-    label
-        Name of the storage it lies in: the slot of the layout carries it. Tensors with equal labels
-        are views of one storage. None gives the tensor a storage of its own.
-    storage_offset
-        First element, counted from the start of the storage.
-    strides
-        Strides in elements, row-major when None.
-    storage_numel
-        Length of the storage in elements; just long enough for its tensors when None.
-    data
-        Bytes of the whole storage, when they are known already.
-    requires_grad
-        As in torch.
-    is_parameter
-        Whether it becomes a ``torch.nn.Parameter``.
-    attributes
-        Python attributes; with any, the tensor is written through ``_rebuild_from_type_v2``, as
-        torch does.
-
     Examples
     --------
     >>> from reshard.formats.dtypes import DTYPES
@@ -227,15 +167,27 @@ class NewTensor:
     """
 
     dtype: DType
+    """Element type."""
     shape: Sequence[int]
+    """Extents."""
     label: Hashable | None = None
+    """Name of the storage it lies in: the slot of the layout carries it. Tensors with equal
+    labels are views of one storage. None gives the tensor a storage of its own."""
     storage_offset: int = 0
+    """First element, counted from the start of the storage."""
     strides: Sequence[int] | None = None
+    """Strides in elements, row-major when None."""
     storage_numel: int | None = None
+    """Length of the storage in elements; just long enough for its tensors when None."""
     data: bytes | None = None
+    """Bytes of the whole storage, when they are known already."""
     requires_grad: bool = False
+    """As in torch."""
     is_parameter: bool = False
+    """Whether it becomes a ``torch.nn.Parameter``."""
     attributes: Mapping[str, object] | None = None
+    """Python attributes; with any, the tensor is written through ``_rebuild_from_type_v2``, as
+    torch does."""
 
     def __post_init__(self) -> None:
         numbers = (*self.shape, *(self.strides or ()), self.storage_offset)

@@ -48,18 +48,12 @@ class DefaultDict(dict[object, object]):
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """The name of a class or function, by its Python 3 spelling; it is never imported.
-
-    Parameters
-    ----------
-    module
-        Dotted module name.
-    name
-        Qualified name inside the module.
-    """
+    """The name of a class or function, by its Python 3 spelling; it is never imported."""
 
     module: str
+    """Dotted module name."""
     name: str
+    """Qualified name inside the module."""
 
     @property
     def path(self) -> str:
@@ -78,18 +72,12 @@ class AttributeGetter:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A ``torch.device``, by the arguments that torch's own reduction calls it with.
-
-    Parameters
-    ----------
-    type
-        For example ``"cuda"``.
-    index
-        Its number, None when unsaid.
-    """
+    """A ``torch.device``, by the arguments that torch's own reduction calls it with."""
 
     type: str
+    """For example ``"cuda"``."""
     index: int | None = None
+    """Its number, None when unsaid."""
 
     def __str__(self) -> str:
         return self.type if self.index is None else f"{self.type}:{self.index}"
@@ -97,43 +85,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
-    """Something that is done to an object after it has been created.
-
-    Parameters
-    ----------
-    kind
-        ``"list"`` (items appended), ``"set"`` (items added), ``"dict"`` (a list of ``(key, value)``
-        stored as items) or ``"state"`` (``__setstate__`` or attributes).
-    payload
-        The list of items or pairs, or the state.
-    """
+    """Something that is done to an object after it has been created."""
 
     kind: str
+    """``"list"`` (items appended), ``"set"`` (items added), ``"dict"`` (a list of ``(key,
+    value)`` stored as items) or ``"state"`` (``__setstate__`` or attributes)."""
     payload: object
+    """The list of items or pairs, or the state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ObjectRecord:
-    """An object that would have been made by code: what would have made it, kept inert.
-
-    Parameters
-    ----------
-    form
-        How it is made: ``"reduce"`` (``callable(*args)``), ``"newobj"`` (``callable.__new__`` with
-        the callable itself, args and kwargs) or ``"obj"`` (protocol 0 and 1 instances).
-    callable
-        What is called: a :class:`Global`, or another record.
-    args, kwargs
-        Its arguments.
-    steps
-        What is done to the object afterwards, in order.
-    """
+    """An object that would have been made by code: what would have made it, kept inert."""
 
     form: str
+    """How it is made: ``"reduce"`` (``callable(*args)``), ``"newobj"`` (``callable.__new__``
+    with the callable itself, args and kwargs) or ``"obj"`` (protocol 0 and 1 instances)."""
     callable: object
+    """What is called: a :class:`Global`, or another record."""
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] | None = None
+    """Its arguments."""
     steps: list[Step] = field(default_factory=list)
+    """What is done to the object afterwards, in order."""
 
     @property
     def type_name(self) -> str:

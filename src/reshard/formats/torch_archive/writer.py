@@ -32,55 +32,36 @@ _LONGEST_NAME = 1024
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StorageSlot:
-    """The byte range of a storage that is still to be filled.
-
-    Parameters
-    ----------
-    key
-        Key of the storage in the archive.
-    label
-        Label of the :class:`NewTensor` values in it, None without one.
-    source
-        The storage of another archive whose bytes go here, None for new tensors.
-    tensors
-        The new tensors in it.
-    offset
-        First byte in the file, a multiple of 64.
-    nbytes
-        Length in bytes.
-    crc_offsets
-        Where the CRC-32 of the bytes goes in the file, 4 bytes little-endian each.
-    """
+    """The byte range of a storage that is still to be filled."""
 
     key: str
+    """Key of the storage in the archive."""
     label: Hashable | None
+    """Label of the :class:`NewTensor` values in it, None without one."""
     source: StorageRecord | None
+    """The storage of another archive whose bytes go here, None for new tensors."""
     tensors: tuple[NewTensor, ...]
+    """The new tensors in it."""
     offset: int
+    """First byte in the file, a multiple of 64."""
     nbytes: int
+    """Length in bytes."""
     crc_offsets: tuple[int, ...]
+    """Where the CRC-32 of the bytes goes in the file, 4 bytes little-endian each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ArchiveLayout:
-    """A torch archive to be.
-
-    Parameters
-    ----------
-    name
-        Name of the folder inside the archive.
-    size
-        Length of the file in bytes.
-    literals
-        ``(file offset, bytes)`` of everything that is known, ascending and disjoint.
-    slots
-        The storages to fill, ascending. Empty storages and those whose bytes are known have none.
-    """
+    """A torch archive to be."""
 
     name: str
+    """Name of the folder inside the archive."""
     size: int
+    """Length of the file in bytes."""
     literals: tuple[tuple[int, bytes], ...]
+    """``(file offset, bytes)`` of everything that is known, ascending and disjoint."""
     slots: tuple[StorageSlot, ...]
+    """The storages to fill, ascending. Empty storages and those whose bytes are known have none."""
 
 
 @dataclass(slots=True, eq=False)

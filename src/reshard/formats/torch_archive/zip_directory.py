@@ -40,27 +40,18 @@ _CUT_SHORT = "the file is cut short or damaged; copy it again from where it was 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZipEntry:
-    """One record of a zip archive, as its central directory describes it.
-
-    Parameters
-    ----------
-    name
-        Full name, with the archive's folder.
-    header_offset
-        Where its local header starts, in bytes.
-    nbytes
-        Length of its bytes as stored.
-    crc32
-        Checksum of its bytes as stated.
-    problem
-        Why its bytes cannot be used in place (``"compressed"``, ``"encrypted"``), else empty.
-    """
+    """One record of a zip archive, as its central directory describes it."""
 
     name: str
+    """Full name, with the archive's folder."""
     header_offset: int
+    """Where its local header starts, in bytes."""
     nbytes: int
+    """Length of its bytes as stored."""
     crc32: int
+    """Checksum of its bytes as stated."""
     problem: str
+    """Why its bytes cannot be used in place (``"compressed"``, ``"encrypted"``), else empty."""
 
 
 class FileBytes:

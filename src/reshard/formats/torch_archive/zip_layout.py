@@ -42,30 +42,20 @@ _NEEDS_ZIP64 = 0x002D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZipRecord:
-    """One record of an archive that is being laid out.
-
-    Parameters
-    ----------
-    name
-        Full name.
-    header_offset
-        Where its local header starts, in bytes.
-    offset
-        Where its bytes start.
-    nbytes
-        Their length.
-    crc32
-        Their checksum, 0 while it is not known.
-    crc_offsets
-        Where the checksum goes, 4 bytes little-endian each; empty for a record without bytes.
-    """
+    """One record of an archive that is being laid out."""
 
     name: str
+    """Full name."""
     header_offset: int
+    """Where its local header starts, in bytes."""
     offset: int
+    """Where its bytes start."""
     nbytes: int
+    """Their length."""
     crc32: int
+    """Their checksum, 0 while it is not known."""
     crc_offsets: tuple[int, ...] = ()
+    """Where the checksum goes, 4 bytes little-endian each; empty for a record without bytes."""
 
 
 class ZipLayout:

@@ -34,15 +34,10 @@ Label = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """The storages of one file that are still to be filled.
-
-    Parameters
-    ----------
-    fills
-        Label of the storage -> what lies in it.
-    """
+    """The storages of one file that are still to be filled."""
 
     fills: dict[Label, tuple[Fill, ...]] = field(default_factory=dict)
+    """Label of the storage -> what lies in it."""
 
     def shard(
         self,
@@ -90,15 +85,10 @@ FOLDER = "archive"
 
 @dataclass(frozen=True, slots=True)
 class ArchiveShelf:
-    """Layouts of archives whose trees are the same for several ranks; only their bulk differs.
-
-    Parameters
-    ----------
-    made
-        Layouts by kind of file.
-    """
+    """Layouts of archives whose trees are the same for several ranks; only their bulk differs."""
 
     made: dict[Hashable, ArchiveLayout] = field(default_factory=dict)
+    """Layouts by kind of file."""
 
     def file(self, path: str, root: object, bulk: Bulk, kind: Hashable) -> OutputFile:
         """Lay out one file.

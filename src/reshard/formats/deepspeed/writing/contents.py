@@ -31,18 +31,12 @@ from reshard.formats.pipelines import PIPELINE, Pipeline
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A parameter group of the optimizer.
-
-    Parameters
-    ----------
-    names
-        Its parameters, in the optimizer's order.
-    settings
-        Its hyperparameters, `params` left out.
-    """
+    """A parameter group of the optimizer."""
 
     names: tuple[str, ...]
+    """Its parameters, in the optimizer's order."""
     settings: Mapping[str, object]
+    """Its hyperparameters, `params` left out."""
 
     @property
     def uses_muon(self) -> bool:
@@ -57,21 +51,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class HeldStates:
-    """What an optimizer keeps of a parameter.
-
-    Parameters
-    ----------
-    master
-        Element type of the master weights.
-    tensors
-        Tensor states and their element types.
-    scalars
-        States that are one number.
-    """
+    """What an optimizer keeps of a parameter."""
 
     master: DType
+    """Element type of the master weights."""
     tensors: Mapping[str, DType]
+    """Tensor states and their element types."""
     scalars: Mapping[str, Scalar]
+    """States that are one number."""
 
     def __str__(self) -> str:
         tensors = [f"{state} ({dtype})" for state, dtype in self.tensors.items()]
@@ -81,40 +68,27 @@ class HeldStates:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A checkpoint, sorted for native files.
-
-    Parameters
-    ----------
-    checkpoint
-        The source.
-    config
-        The configuration it was trained with.
-    model_dtype
-        Element type that the target's engine runs the model in.
-    groups
-        Parameter groups.
-    held
-        What the optimizer keeps of every trained parameter.
-    frozen, buffers
-        Names of frozen parameters and of buffers.
-    dtypes
-        Element type in the module of every parameter and buffer.
-    module
-        Names of the state dict in its order, aliases included.
-    pipeline
-        Its layers and stages, None when it is no pipeline.
-    """
+    """A checkpoint, sorted for native files."""
 
     checkpoint: Checkpoint
+    """The source."""
     config: RunConfig
+    """The configuration it was trained with."""
     model_dtype: DType
+    """Element type that the target's engine runs the model in."""
     groups: tuple[Group, ...]
+    """Parameter groups."""
     held: Mapping[str, HeldStates]
+    """What the optimizer keeps of every trained parameter."""
     frozen: tuple[str, ...]
     buffers: tuple[str, ...]
+    """Names of frozen parameters and of buffers."""
     dtypes: Mapping[str, DType]
+    """Element type in the module of every parameter and buffer."""
     module: tuple[str, ...]
+    """Names of the state dict in its order, aliases included."""
     pipeline: Pipeline | None
+    """Its layers and stages, None when it is no pipeline."""
 
     @property
     def lists_frozen(self) -> bool:

@@ -23,18 +23,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is cut.
-
-    Parameters
-    ----------
-    map
-        From the parameter to columns; a shard that is padded has the shape of its real part.
-    shapes
-        Column -> shape of its shard, padding included.
-    """
+    """How one parameter is cut."""
 
     map: ParamAffineMap
+    """From the parameter to columns; a shard that is padded has the shape of its real part."""
     shapes: Mapping[int, Shape]
+    """Column -> shape of its shard, padding included."""
 
     @classmethod
     def exact(cls, target: ParamAffineMap) -> Cut:

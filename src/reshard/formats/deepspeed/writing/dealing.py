@@ -38,21 +38,14 @@ _STATE_TIES = "state the layers that use it with --tied KEY=LAYER,LAYER"
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Which layers use a tied module.
-
-    Parameters
-    ----------
-    known
-        Layers that certainly do.
-    possible
-        For each source stage, the layers without a file that may.
-    owed
-        Source stages that have the module and no known use of it.
-    """
+    """Which layers use a tied module."""
 
     known: frozenset[int]
+    """Layers that certainly do."""
     possible: Mapping[int, range | tuple[int, ...]] = field(default_factory=dict)
+    """For each source stage, the layers without a file that may."""
     owed: frozenset[int] = frozenset()
+    """Source stages that have the module and no known use of it."""
 
 
 def deal_layers(

@@ -30,25 +30,17 @@ _EXPERTS = "experts.deepspeed_experts."
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlock:
-    """A layer with experts.
-
-    Parameters
-    ----------
-    number
-        `moe_layer_id`.
-    prefix, module
-        Names of its experts and of the layer.
-    num_experts
-        Number of experts.
-    shapes
-        Shape of every tensor of its experts, by name: fused ones, or those of single experts.
-    """
+    """A layer with experts."""
 
     number: int
+    """`moe_layer_id`."""
     prefix: str
     module: str
+    """Names of its experts and of the layer."""
     num_experts: int
+    """Number of experts."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor of its experts, by name: fused ones, or those of single experts."""
 
 
 def trained_experts(contents: Contents) -> list[str]:

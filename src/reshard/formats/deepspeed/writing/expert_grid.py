@@ -52,29 +52,20 @@ PATTERNS = (r".*\.experts\.w[123]$",)
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """The experts of a model on the target.
-
-    Parameters
-    ----------
-    blocks
-        The layers, in the order of the model.
-    dp, ep, tp
-        Degrees.
-    data_first
-        Whether neighbours hold the same experts.
-    is_native
-        Whether the layers are DeepSpeed's own, which keep a parameter an expert.
-    is_cut
-        Whether every tensor rank has EP groups of its own, and its part of every expert.
-    """
+    """The experts of a model on the target."""
 
     blocks: tuple[ExpertBlock, ...]
+    """The layers, in the order of the model."""
     dp: int
     ep: int
     tp: int = 1
+    """Degrees."""
     data_first: bool = False
+    """Whether neighbours hold the same experts."""
     is_native: bool = False
+    """Whether the layers are DeepSpeed's own, which keep a parameter an expert."""
     is_cut: bool = False
+    """Whether every tensor rank has EP groups of its own, and its part of every expert."""
 
     def on_stage(self, stage: Contents) -> ExpertGrid:
         """The experts of a pipeline stage, which counts its layers anew.

@@ -38,31 +38,21 @@ from reshard.layouts.flat import (
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A flat buffer of one shard of a parameter group, in integers.
-
-    Parameters
-    ----------
-    shard
-        Number of the shard in the cuts of its parameters: the column, or the EP rank of experts.
-    param_group
-        Number of the parameter group.
-    shapes
-        Name -> shape of the shard, in the order of the buffer.
-    alignment
-        Elements of padding after each shard.
-    fragments
-        What each partition holds.
-    lengths, paddings
-        Of every partition: its elements, and how many at its end are no parameter's.
-    """
+    """A flat buffer of one shard of a parameter group, in integers."""
 
     shard: int
+    """Number of the shard in the cuts of its parameters: the column, or the EP rank of experts."""
     param_group: int
+    """Number of the parameter group."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Name -> shape of the shard, in the order of the buffer."""
     alignment: tuple[int, ...]
+    """Elements of padding after each shard."""
     fragments: tuple[FlatFragment, ...]
+    """What each partition holds."""
     lengths: tuple[int, ...]
     paddings: tuple[int, ...]
+    """Of every partition: its elements, and how many at its end are no parameter's."""
 
 
 def buffer_rows(

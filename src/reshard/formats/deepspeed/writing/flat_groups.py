@@ -39,89 +39,58 @@ MUON_STATE = "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Elements of a parameter in a flat tensor of one rank.
-
-    Parameters
-    ----------
-    name
-        The parameter.
-    map, rank
-        Target map, and the holder of it that lies here; None where all of it is padding.
-    start, numel
-        Where in the flat tensor, in elements, padding of the shard included.
-    """
+    """Elements of a parameter in a flat tensor of one rank."""
 
     name: str
+    """The parameter."""
     map: ParamAffineMap | None
     rank: int
+    """Target map, and the holder of it that lies here; None where all of it is padding."""
     start: int
     numel: int
+    """Where in the flat tensor, in elements, padding of the shard included."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition:
-    """What one data-parallel rank holds of a flat buffer.
-
-    Parameters
-    ----------
-    windows
-        The parameters in it, ascending.
-    length
-        Elements, with padding.
-    padding
-        Elements at its end that are no parameter's.
-    whole
-        The same parameters, each whole, one after the other: the form of Muon's momentum.
-    """
+    """What one data-parallel rank holds of a flat buffer."""
 
     windows: tuple[Window, ...]
+    """The parameters in it, ascending."""
     length: int
+    """Elements, with padding."""
     padding: int
+    """Elements at its end that are no parameter's."""
     whole: tuple[Window, ...]
+    """The same parameters, each whole, one after the other: the form of Muon's momentum."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One flat buffer of one column.
-
-    Parameters
-    ----------
-    param_group
-        Number of the parameter group that owns it.
-    shapes
-        Name -> shape of the column's shard, in the order of the buffer.
-    alignment
-        Elements of padding after each shard.
-    held
-        What the optimizer keeps.
-    whole_states
-        States that are kept whole instead of cut.
-    partitions
-        What each data-parallel rank holds.
-    """
+    """One flat buffer of one column."""
 
     param_group: int
+    """Number of the parameter group that owns it."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Name -> shape of the column's shard, in the order of the buffer."""
     alignment: tuple[int, ...]
+    """Elements of padding after each shard."""
     held: HeldStates
+    """What the optimizer keeps."""
     whole_states: frozenset[str]
+    """States that are kept whole instead of cut."""
     partitions: tuple[FlatPartition, ...]
+    """What each data-parallel rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """A flat buffer as the ranks of one column see it.
-
-    Parameters
-    ----------
-    shards
-        The buffer; of experts one for each EP rank.
-    experts
-        Where ranks stand among the experts; None for a dense buffer.
-    """
+    """A flat buffer as the ranks of one column see it."""
 
     shards: tuple[FlatGroup, ...]
+    """The buffer; of experts one for each EP rank."""
     experts: ExpertGrid | None = None
+    """Where ranks stand among the experts; None for a dense buffer."""
 
     @property
     def first(self) -> FlatGroup:

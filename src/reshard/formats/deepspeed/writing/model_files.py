@@ -68,34 +68,23 @@ OPTIONAL = frozenset(("global_samples", "num_experts", "ds_autoep_layers"))
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One model-parallel rank of the target.
-
-    Parameters
-    ----------
-    mp
-        Its number.
-    contents, options
-        What its pipeline stage has, and for which topology.
-    cuts
-        How every parameter and buffer is cut over columns, experts over EP ranks.
-    banks
-        Its flat buffers; empty without ZeRO.
-    experts
-        Where the experts are, None for a model without.
-    part
-        What its file says besides the model: counters, schedulers, client state.
-    ep_rank
-        Whose experts its file speaks of: those of its first data-parallel rank.
-    """
+    """One model-parallel rank of the target."""
 
     mp: int
+    """Its number."""
     contents: Contents
     options: NativeOptions
+    """What its pipeline stage has, and for which topology."""
     cuts: Mapping[str, Cut]
+    """How every parameter and buffer is cut over columns, experts over EP ranks."""
     banks: Sequence[Bank]
+    """Its flat buffers; empty without ZeRO."""
     experts: ExpertGrid | None
+    """Where the experts are, None for a model without."""
     part: Mapping[str, object]
+    """What its file says besides the model: counters, schedulers, client state."""
     ep_rank: int = 0
+    """Whose experts its file speaks of: those of its first data-parallel rank."""
 
     @property
     def tp(self) -> int:

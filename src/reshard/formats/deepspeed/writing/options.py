@@ -25,34 +25,6 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 class NativeOptions:
     """The topology to write for.
 
-    Parameters
-    ----------
-    stage
-        ZeRO stage, 0 to 3.
-    dp, tp, pp, ep
-        Data-, tensor-, pipeline- and expert-parallel degrees.
-    dtype
-        Element type of the model weights; None keeps the source's. Master weights and optimizer
-        states keep theirs in any case.
-    stage_starts
-        The first layer of every pipeline stage; None keeps the stages of the source.
-    tied_layers
-        Of a pipeline, the layers that use each tied module, by its key; None leaves it to the
-        files.
-    sub_group_size
-        ``zero_optimization.sub_group_size`` of the run that will load it (ZeRO-3), in elements;
-        None takes the source's configuration, and DeepSpeed's default where that has none.
-    kv_heads
-        Number of key/value heads of the model, for tensor-parallel layouts that follow from it and
-        that the source's maps leave open.
-    vocab_multiple
-        What a padded vocabulary is a multiple of on each tensor rank
-        (Megatron's ``--make-vocab-size-divisible-by``).
-    layouts
-        How the user says that parameters are cut.
-    drop_in
-        Whether the whole trainer's folder that the source lies in is written.
-
     Raises
     ------
     UsageError
@@ -68,18 +40,33 @@ class NativeOptions:
     """
 
     stage: int
+    """ZeRO stage, 0 to 3."""
     dp: int
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    """Data-, tensor-, pipeline- and expert-parallel degrees."""
     dtype: DType | None = None
+    """Element type of the model weights; None keeps the source's. Master weights and optimizer
+    states keep theirs in any case."""
     stage_starts: tuple[int, ...] | None = None
+    """The first layer of every pipeline stage; None keeps the stages of the source."""
     tied_layers: Mapping[str, tuple[int, ...]] | None = None
+    """Of a pipeline, the layers that use each tied module, by its key; None leaves it to the
+    files."""
     sub_group_size: int | None = None
+    """``zero_optimization.sub_group_size`` of the run that will load it (ZeRO-3), in elements;
+    None takes the source's configuration, and DeepSpeed's default where that has none."""
     kv_heads: int | None = None
+    """Number of key/value heads of the model, for tensor-parallel layouts that follow from it
+    and that the source's maps leave open."""
     vocab_multiple: int | None = None
+    """What a padded vocabulary is a multiple of on each tensor rank (Megatron's
+    ``--make-vocab-size-divisible-by``)."""
     layouts: StatedLayouts | None = None
+    """How the user says that parameters are cut."""
     drop_in: bool = False
+    """Whether the whole trainer's folder that the source lies in is written."""
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

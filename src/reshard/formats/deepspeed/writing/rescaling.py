@@ -51,24 +51,16 @@ UNEXPLAINED = "no rule that is known made its map, or the rule cannot cut it so"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of how one parameter is cut; equal for parameters that are cut alike.
-
-    Parameters
-    ----------
-    shape
-        Shape of the parameter.
-    layers
-        What stands for the name of its layer; both where it is open whether heads decide.
-    shares_heads
-        Whether the layer may be one of shared QK heads.
-    maps
-        `(degree, map over that many ranks)`, degrees of at least 2.
-    """
+    """What is known of how one parameter is cut; equal for parameters that are cut alike."""
 
     shape: Shape
+    """Shape of the parameter."""
     layers: tuple[str, ...]
+    """What stands for the name of its layer; both where it is open whether heads decide."""
     shares_heads: bool
+    """Whether the layer may be one of shared QK heads."""
     maps: tuple[tuple[int, ParamAffineMap], ...]
+    """`(degree, map over that many ranks)`, degrees of at least 2."""
 
     @classmethod
     def of(cls, name: str, shape: Shape, maps: Mapping[int, ParamAffineMap]) -> Known:
@@ -230,21 +222,14 @@ def rules_of(known: Known) -> Iterator[Rule]:
 
 @dataclass(frozen=True, slots=True)
 class Rescaling:
-    """Finds the maps of all parameters of a model at one degree.
-
-    Parameters
-    ----------
-    degree
-        The wanted degree, at least 2.
-    kv_heads
-        Number of key/value heads, None when it is not known.
-    grain
-        `tp_grain_size` of the configuration.
-    """
+    """Finds the maps of all parameters of a model at one degree."""
 
     degree: int
+    """The wanted degree, at least 2."""
     kv_heads: int | None
+    """Number of key/value heads, None when it is not known."""
     grain: int = 1
+    """`tp_grain_size` of the configuration."""
 
     def maps(self, known: Mapping[str, Known]) -> tuple[dict[str, ParamAffineMap], dict[str, str]]:
         """The map of every parameter that has one, and for the others the reason in words.

@@ -29,15 +29,10 @@ _SINGLE = ("fp32", "float32")
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A typed view of ``ds_config``.
-
-    Parameters
-    ----------
-    raw
-        The configuration as stored: a mapping, or the path that the user gave, or None.
-    """
+    """A typed view of ``ds_config``."""
 
     raw: object
+    """The configuration as stored: a mapping, or the path that the user gave, or None."""
 
     @property
     def is_known(self) -> bool:

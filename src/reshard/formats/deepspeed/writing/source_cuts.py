@@ -34,27 +34,18 @@ KEPT_HEADS = "reshard_kv_heads"
 
 @dataclass(frozen=True)
 class Source:
-    """What the source says about cuts.
-
-    Parameters
-    ----------
-    info
-        `universal_checkpoint_info`, empty when there is none.
-    degree
-        Its own number of tensor ranks.
-    file
-        For messages.
-    configured_heads
-        Number of key/value heads in the trainer's ``config.json``.
-    cuts
-        Its own cuts, where the user stated them: they stand instead of stored maps.
-    """
+    """What the source says about cuts."""
 
     info: Mapping[str, object]
+    """`universal_checkpoint_info`, empty when there is none."""
     degree: int
+    """Its own number of tensor ranks."""
     file: str
+    """For messages."""
     configured_heads: int | None = None
+    """Number of key/value heads in the trainer's ``config.json``."""
     cuts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
+    """Its own cuts, where the user stated them: they stand instead of stored maps."""
 
     @cached_property
     def documents(self) -> dict[int, object]:

@@ -69,26 +69,18 @@ def cuts_of(
 
 @dataclass(slots=True)
 class CutFinder:
-    """The search for the cuts of one target.
-
-    Parameters
-    ----------
-    contents, options
-        What is written, and for which topology.
-    source, keys
-        What the source says; its keys are read for the target's degree.
-    found
-        Cuts found so far, by parameter.
-    reasons
-        Why parameters have none, where somebody can tell.
-    """
+    """The search for the cuts of one target."""
 
     contents: Contents
     options: NativeOptions
+    """What is written, and for which topology."""
     source: Source
     keys: ConversionKeys
+    """What the source says; its keys are read for the target's degree."""
     found: dict[str, Cut] = field(default_factory=dict)
+    """Cuts found so far, by parameter."""
     reasons: dict[str, str] = field(default_factory=dict)
+    """Why parameters have none, where somebody can tell."""
 
     @property
     def kv_heads(self) -> int | None:

@@ -35,18 +35,12 @@ SPECIAL = "no regular files"
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
-    """The files beside a checkpoint.
-
-    Parameters
-    ----------
-    carried
-        Files whose bytes go to the output, in order.
-    notes
-        What stays behind, a line for each reason.
-    """
+    """The files beside a checkpoint."""
 
     carried: tuple[Path, ...]
+    """Files whose bytes go to the output, in order."""
     notes: tuple[str, ...]
+    """What stays behind, a line for each reason."""
 
 
 def survey_trainer_folder(folder: Path, tag: str, *, same_ranks: bool) -> TrainerFolder:
