@@ -15,6 +15,7 @@ WRITTEN = (
     r".*word_embeddings.*\.weight",
     r"(model\.)?layers\.[0-9]+\.(mlp|attn)\..*\.(weight|bias)",
     r"(?:lm_head|embed)\.weight\Z",
+    r"^(?!(lm_head|.*experts.*)\.(up\.|weight)).*",
 )
 NAMES = (
     "transformer.layers.3.attention.dense.weight",

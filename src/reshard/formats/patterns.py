@@ -119,6 +119,7 @@ MOST_WAYS = 300_000_000
 
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _PLAIN = frozenset(("LITERAL", "NOT_LITERAL", "ANY", "IN", "CATEGORY", "AT"))
+_INSIDE = frozenset(("SUBPATTERN", "ASSERT", "ASSERT_NOT"))
 _REPEATS = frozenset(("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"))
 
 
@@ -138,7 +139,7 @@ def _repeats(parsed: Any, pattern: str, file: str) -> Iterator[int]:
                 yield from _repeats(inner, pattern, file)
             else:
                 raise _unbounded(pattern, file, "a repeat of something that varies")
-        elif kind == "SUBPATTERN":
+        elif kind in _INSIDE:
             yield from _repeats(argument[-1], pattern, file)
         elif kind == "BRANCH":
             yield len(argument[1])
